@@ -1,0 +1,62 @@
+# Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
+"""Fixtures for the whole suite. Model factories as plain functions are in tiny_models.py."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for a hub
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import tiny_models
+import torch
+
+
+@pytest.fixture(params=tiny_models.ARCHITECTURES)
+def architecture(request: pytest.FixtureRequest) -> str:
+    """Each supported architecture in turn."""
+    return request.param
+
+
+@pytest.fixture
+def tiny_model() -> Callable[..., torch.nn.Module]:
+    """The factory `tiny_models.tiny_model`."""
+    return tiny_models.tiny_model
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir() -> Path:
+    """The folder of the converted SmolLM2-135M-Instruct (downloaded once into the cache folder).
+
+    Skips, with the reason, where the download is impossible; fails instead when the variable CI is set.
+    """
+    from kvspeed.smollm2 import SmolLM2Unavailable, smollm2_path
+
+    try:
+        return smollm2_path(progress=False)
+    except SmolLM2Unavailable as error:
+        if os.environ.get("CI"):
+            pytest.fail(f"SmolLM2 is needed in CI: {error}")
+        pytest.skip(f"SmolLM2 cannot be had here: {error}")
+
+
+@pytest.fixture(scope="session")
+def _smollm2_loaded(smollm2_dir: Path):
+    from kvspeed.smollm2 import load_smollm2
+
+    return load_smollm2(progress=False)
+
+
+@pytest.fixture
+def smollm2(_smollm2_loaded) -> Iterator[tuple[torch.nn.Module, object]]:
+    """(model, tokenizer): the real SmolLM2-135M-Instruct in float32, loaded once a session, unpatched after each test."""
+    model, tokenizer = _smollm2_loaded
+    yield model, tokenizer
+    from kvspeed import patch, unpatch_model
+
+    if patch.state_of(model) is not None:
+        unpatch_model(model)
