@@ -1,0 +1,174 @@
+# Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
+"""`rope_concat` on plain CPU tensors: checks, then one call into the compiled code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvspeed import _checks as check
+from kvspeed._native import _C, DTYPE_CODES, isa_variable
+from kvspeed._overlap import overlaps_itself, share_memory
+
+__all__ = ["run"]
+
+
+def run(
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    offsets: Sequence[int],
+    inv_freq: Tensor,
+    out_keys: Tensor,
+    out_values: Tensor,
+    start: int,
+    interleaved: bool,
+    page_table: Tensor | None,
+) -> None:
+    """See `kvspeed.ops.rope_concat`."""
+    keys, values, offsets = _lists(keys, values, offsets)
+    out_keys, out_values = _outputs(out_keys, out_values, paged=page_table is not None)
+    layers, head_dim = out_keys.shape[0], out_keys.shape[-1]
+    if page_table is None:
+        heads, capacity = out_keys.shape[1], out_keys.shape[2]
+        pages, page_size = 0, 0
+    else:
+        _, pages, page_size, heads, _ = out_keys.shape
+        page_table = check.tensor("page_table", page_table, torch.int32)
+        check.shape("page_table", page_table, (None,), "int32 [n], one entry a page")
+        capacity = page_table.shape[0] * page_size
+
+    inv_freq = check.inv_freq(inv_freq, head_dim, layers)
+    check.boolean("interleaved", interleaved)
+    start = check.integer("start", start, 0)
+    packets, total = _packets(keys, values, offsets, out_keys, out_values, (layers, heads, None, head_dim))
+    if start + total > capacity:
+        raise IndexError(
+            f"{total} tokens from start {start} need a capacity of {start + total}, but out_keys holds {capacity}"
+            + ("" if page_table is None else f" ({page_table.shape[0]} pages of {page_size})")
+            + "; give a larger output or fewer tokens"
+        )
+    if page_table is not None:
+        page_table = _used_pages(page_table, start, total, page_size, pages)
+    if total == 0 or layers == 0 or heads == 0:
+        return
+
+    _C.rope_concat(
+        DTYPE_CODES[out_keys.dtype],
+        layers,
+        heads,
+        head_dim,
+        2 * inv_freq.shape[-1],
+        interleaved,
+        packets,
+        inv_freq.data_ptr(),
+        inv_freq.stride(0) if inv_freq.ndim == 2 else 0,
+        out_keys.data_ptr(),
+        out_values.data_ptr(),
+        _output_strides(out_keys),
+        _output_strides(out_values),
+        start,
+        capacity,
+        0 if page_table is None else page_table.data_ptr(),
+        0 if page_table is None else page_table.shape[0],
+        page_size,
+        pages,
+        torch.get_num_threads(),
+        isa_variable.get(),
+    )
+    for output in (out_keys, out_values):  # what autograd saved from them is stale now, and must know
+        if not output.is_inference():
+            torch.autograd.graph.increment_version(output)
+
+
+def _lists(keys: Any, values: Any, offsets: Any) -> tuple[list[Any], list[Any], list[Any]]:
+    for name, given in (("keys", keys), ("values", values), ("offsets", offsets)):
+        if isinstance(given, (Tensor, str, bytes, dict)) or not hasattr(given, "__len__"):
+            what = "a list of ints" if name == "offsets" else "a list of tensors"
+            raise TypeError(f"{name} must be {what}, one a packet; got {type(given).__name__}")
+    if not len(keys) == len(values) == len(offsets):
+        raise ValueError(
+            f"keys, values and offsets must have one entry a packet each; got {len(keys)} keys, {len(values)} values "
+            f"and {len(offsets)} offsets"
+        )
+    return list(keys), list(values), list(offsets)
+
+
+def _outputs(out_keys: Any, out_values: Any, *, paged: bool) -> tuple[Tensor, Tensor]:
+    names = "[L, pages, page_size, H_kv, D]" if paged else "[L, H_kv, S, D]"
+    out_keys = check.shape("out_keys", check.tensor("out_keys", out_keys), (None,) * (5 if paged else 4), names)
+    out_values = check.tensor("out_values", out_values, out_keys.dtype, "out_keys")
+    check.shape("out_values", out_values, tuple(out_keys.shape), "shaped like out_keys")
+    for name, output in (("out_keys", out_keys), ("out_values", out_values)):
+        check.head_stride(name, output)
+        if overlaps_itself(output):
+            raise ValueError(
+                f"{name} overlaps itself: with shape {list(output.shape)} and strides {list(output.stride())} two "
+                "elements share memory; give an output whose elements are distinct (not an expanded view)"
+            )
+    if share_memory(out_keys, out_values):
+        raise ValueError("out_values overlaps out_keys: they share memory; give separate outputs")
+    return out_keys, out_values
+
+
+def _packets(
+    keys: list[Tensor],
+    values: list[Tensor],
+    offsets: list[int],
+    out_keys: Tensor,
+    out_values: Tensor,
+    expected: tuple[int | None, ...],
+) -> tuple[list[tuple[int, ...]], int]:
+    """The packets' descriptors for the compiled code, and their tokens together. Packets are replaced in the lists."""
+    packets, total = [], 0
+    for i in range(len(keys)):
+        key = check.tensor(f"keys[{i}]", keys[i], out_keys.dtype, "out_keys")
+        value = check.tensor(f"values[{i}]", values[i], out_keys.dtype, "out_keys")
+        check.shape(f"keys[{i}]", key, expected, "[L, H_kv, T, D] with out_keys's L, H_kv and D")
+        check.shape(f"values[{i}]", value, tuple(key.shape), f"shaped like keys[{i}]")
+        offset = check.integer(f"offsets[{i}]", offsets[i])
+        for name, source in ((f"keys[{i}]", key), (f"values[{i}]", value)):
+            check.head_stride(name, source)
+            for output_name, output in (("out_keys", out_keys), ("out_values", out_values)):
+                if share_memory(output, source):
+                    raise ValueError(
+                        f"{output_name} overlaps {name}: they share memory, and packets are read while the output is "
+                        "written; give a separate output, or a slice of it that leaves the packet out"
+                    )
+        packets.append((key.data_ptr(), value.data_ptr(), *key.stride()[:3], *value.stride()[:3], key.shape[2], offset))
+        keys[i], values[i] = key, value
+        total += key.shape[2]
+    return packets, total
+
+
+def _used_pages(page_table: Tensor, start: int, total: int, page_size: int, pages: int) -> Tensor:
+    """Checks the entries of pages that will be written, and returns a contiguous table; no other entry is read."""
+    if total == 0:
+        return page_table
+    first, last = start // page_size, (start + total - 1) // page_size
+    used = page_table[first : last + 1]
+    seen: dict[int, int] = {}
+    for index, page in enumerate(used.tolist(), first):
+        if not 0 <= page < pages:
+            raise IndexError(f"page_table[{index}] is {page}; out_keys has pages 0 to {pages - 1}")
+        if page in seen:
+            raise ValueError(
+                f"page_table[{index}] and page_table[{seen[page]}] are both {page}; pages that are written must be distinct"
+            )
+        seen[page] = index
+    if page_table.stride(0) == 1 or page_table.shape[0] == 1:
+        return page_table
+    packed = torch.zeros(page_table.shape[0], dtype=torch.int32)
+    packed[first : last + 1] = used
+    return packed
+
+
+def _output_strides(output: Tensor) -> tuple[int, int, int, int]:
+    """Layer, page, head and token strides."""
+    if output.ndim == 4:
+        layer, head, token, _ = output.stride()
+        return layer, 0, head, token
+    layer, page, token, head, _ = output.stride()
+    return layer, page, head, token
