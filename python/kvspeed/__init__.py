@@ -1,0 +1,46 @@
+# Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
+"""kvspeed: long prompts made cheap in PyTorch language models, by SPEED and KV packets.
+
+Names are imported on first use, so that `import kvspeed` costs next to nothing and touches no device.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_EXPORTS = {
+    "KVCache": "kvspeed.cache",
+    "Packet": "kvspeed.packet",
+    "PacketAdapter": "kvspeed.packet",
+    "Segment": "kvspeed.segment",
+    "SpeedSpec": "kvspeed.rule",
+    "VerifyReport": "kvspeed.verify",
+    "assemble": "kvspeed.packet",
+    "build_packet": "kvspeed.packet",
+    "build_preamble": "kvspeed.packet",
+    "generate": "kvspeed.packet",
+    "patch_model": "kvspeed.patch",
+    "speed_mask": "kvspeed.rule",
+    "unpatch_model": "kvspeed.patch",
+    "verify": "kvspeed.verify",
+}
+
+__all__ = ["__version__", "ops", *_EXPORTS]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "ops":
+        return import_module("kvspeed.ops")
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'kvspeed' has no attribute {name!r}; it has {', '.join(sorted(__all__))}")
+    module = import_module(_EXPORTS[name])
+    # A submodule of the same name (kvspeed.verify) was set as an attribute by its import: the function replaces it.
+    value = globals()[name] = getattr(module, name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

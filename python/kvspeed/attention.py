@@ -1,0 +1,161 @@
+# Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
+"""The attention function that patched models call, registered with transformers under the name "kvspeed".
+
+It chooses, layer by layer, between three ways: `ops.segment_attention` where tokens are few or lie in segments, the
+model's own attention (SDPA, eager, ...) for prefill and whatever the kernels do not cover, and a short masked attention
+for the deep layers of SPEED whenever several columns run there at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+from kvspeed import ops
+from kvspeed.plan import DeepPlan, Plan
+from kvspeed.segment import Segment
+
+__all__ = ["NAME", "register"]
+
+NAME = "kvspeed"
+
+# Up to this many query tokens the kernel beats SDPA with an explicit mask over a long past; measured in bench/.
+_MAX_KERNEL_QUERIES = 64
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def register() -> None:
+    """Make `NAME` known to transformers; doing it again changes nothing."""
+    AttentionInterface.register(NAME, attention_forward)
+
+
+def attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention of one layer: query `[B, H_q, S, D]`, key and value `[B, H_kv, T, D]` -> `[B, S, H_q, D]`.
+
+    `key` and `value` are what the cache's `update` returned: the tail, or the deep layers' keys of this forward.
+    """
+    plan: Plan | None = kwargs.pop("kvspeed_plan", None)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    window, softcap = kwargs.get("sliding_window"), kwargs.get("softcap") or 0.0
+    if plan is not None:
+        index: int = module.layer_idx  # type: ignore[assignment]
+        if plan.deep is not None and index >= plan.deep.spec.k:
+            out = _deep(plan.deep, query, key, value, scale, softcap, window, dropout, plan.kernels)
+            return out.transpose(1, 2).contiguous(), None
+        segments = plan.cache.layers[index].segments if plan.cache is not None else []
+        few = query.shape[2] <= _MAX_KERNEL_QUERIES and (plan.past > 0 or query.shape[2] == 1)
+        if plan.cache is not None and (segments or (few and plan.kernels and _covered(query))):
+            inv_freq = module._kvspeed.inv_freq(index) if segments else None  # type: ignore[union-attr, operator]
+            out = _segments(plan, query, key, value, segments, inv_freq, scale, softcap, window)
+            return out.transpose(1, 2).contiguous(), None
+    own = _own_attention(module)
+    return own(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+
+
+def _covered(query: torch.Tensor) -> bool:
+    """Whether the kernels take such a query."""
+    size = query.shape[-1]
+    return (
+        query.device.type == "cpu"
+        and query.dtype in _DTYPES
+        and size % 8 == 0
+        and size <= 256
+        and not (query.requires_grad and torch.is_grad_enabled())
+    )
+
+
+def _segments(
+    plan: Plan,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    segments: list[Segment],
+    inv_freq: torch.Tensor | None,
+    scale: float,
+    softcap: float,
+    window: int | None,
+) -> torch.Tensor:
+    assert plan.cache is not None
+    prefix = plan.cache.layers[0].prefix
+    copied = plan.cache.assembled - prefix
+    if copied and plan.first is not None:  # packets were copied to the tail's front; the rows' padding comes after them
+        segments = [Segment(key[:, :, :copied], value[:, :, :copied])]
+        key, value, prefix = key[:, :, copied:], value[:, :, copied:], copied
+    common = {"inv_freq": inv_freq, "scale": scale, "softcap": softcap, "window": window}
+    if window is None or plan.first is None or not segments:
+        return ops.segment_attention(
+            query, segments, key, value, tail_start=prefix, tail_first=plan.first, **common
+        )
+    # Padding lies between the segments and the row's first token, so distances to the segments differ by row.
+    rows = []
+    for row, skip in enumerate(plan.first.tolist()):
+        skip = min(skip, key.shape[2])
+        new = min(query.shape[2], key.shape[2] - skip)
+        out = torch.zeros_like(query[row : row + 1])
+        if new > 0:
+            out[:, :, query.shape[2] - new :] = ops.segment_attention(
+                query[row : row + 1, :, query.shape[2] - new :],
+                segments,
+                key[row : row + 1, :, skip:],
+                value[row : row + 1, :, skip:],
+                tail_start=prefix,
+                **common,
+            )
+        rows.append(out)
+    return torch.cat(rows)
+
+
+def _deep(
+    deep: DeepPlan,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    softcap: float,
+    window: int | None,
+    dropout: float,
+    kernels: bool,
+) -> torch.Tensor:
+    """The layers >= k: few keys (anchors and answers), and every column sees its own choice of them."""
+    if query.shape[2] == 0:
+        return query
+    mask = deep.mask(window)
+    if mask is None and kernels and _covered(query):
+        return ops.segment_attention(query, [], key, value, inv_freq=None, scale=scale, softcap=softcap)
+    if mask is not None:
+        mask = mask.to(query.device)
+    if not softcap:
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+        )
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    scores = softcap * torch.tanh(query @ key.transpose(2, 3) * scale / softcap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    weights = functional.dropout(torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype), dropout)
+    return weights @ value
+
+
+def _own_attention(module: nn.Module) -> Callable[..., Any]:
+    """What the model would call unpatched."""
+    state = module._kvspeed
+    name = state.config._attn_implementation  # type: ignore[union-attr]
+    if name == "eager":
+        return sys.modules[type(module).__module__].eager_attention_forward
+    return ALL_ATTENTION_FUNCTIONS[name]

@@ -1,0 +1,390 @@
+# Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
+"""A KV cache made of segments: read-only runs that lie elsewhere, and one growing tail with spare capacity.
+
+`KVCache` is a transformers `Cache`, so `generate` and plain forwards take it. Three things set it apart from
+`DynamicCache`: appending never copies what is there already (no `torch.cat` a step), the prompt may lie in segments that
+other caches share, and layers may hold different tokens, which is how SPEED keeps prompt KV out of the layers >= k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+
+from kvspeed.rule import SpeedSpec
+from kvspeed.segment import Segment
+
+__all__ = ["KVCache", "SegmentLayer"]
+
+_GROWTH = 256  # tokens: the least by which a full tail grows
+
+
+class SegmentLayer(CacheLayerMixin):
+    """The KV of one layer: `segments` (shared, never written) and a tail `[B, H_kv, capacity, D]`."""
+
+    is_compileable = False
+    is_croppable = True
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, capacity: int = 0) -> None:
+        self._key: torch.Tensor | None = None
+        self._value: torch.Tensor | None = None
+        self.segments: list[Segment] = []
+        self.prefix = 0  # positions that the segments cover
+        self.length = 0  # tokens in the tail
+        self.capacity = capacity
+        self.is_initialized = False
+
+    def __repr__(self) -> str:
+        return f"SegmentLayer(prefix={self.prefix}, length={self.length})"
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """The tail's keys `[B, H_kv, length, D]`, or None before the first token."""
+        return None if self._key is None else self._key[:, :, : self.length]
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """The tail's values `[B, H_kv, length, D]`, or None before the first token."""
+        return None if self._value is None else self._value[:, :, : self.length]
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor | None = None) -> None:
+        value_states = key_states if value_states is None else value_states
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self._key = _empty(key_states, max(self.capacity, key_states.shape[2]))
+        self._value = _empty(value_states, max(self.capacity, key_states.shape[2]))
+        self.is_initialized = True
+
+    def adopt(self, key: torch.Tensor, value: torch.Tensor, length: int) -> None:
+        """Take `key`, `value` `[B, H_kv, capacity, D]` as the tail's storage; the first `length` tokens are filled."""
+        self._key, self._value, self.length, self.capacity = key, value, length, key.shape[2]
+        self.dtype, self.device, self.is_initialized = key.dtype, key.device, True
+
+    def reserve(self, capacity: int) -> None:
+        """Make room for `capacity` tail tokens, so that later appends do not move what is there."""
+        self.capacity = max(self.capacity, capacity)
+        if self._key is not None and self._value is not None and self._key.shape[2] < self.capacity:
+            self._key = _moved(self._key, self.length, self.capacity)
+            self._value = _moved(self._value, self.length, self.capacity)
+
+    def write(self, key: torch.Tensor, value: torch.Tensor, at: int) -> None:
+        """Write `[B, H_kv, n, D]` at tail token `at` without changing `length`."""
+        if self._key is None or self._value is None:
+            self.lazy_initialization(key, value)
+        end = at + key.shape[2]
+        if end > self._key.shape[2]:  # type: ignore[union-attr]
+            self.reserve(max(end + _GROWTH, end + end // 4))
+        assert self._key is not None and self._value is not None
+        if self._key.shape[0] == 1 and key.shape[0] > 1:  # one assembled prompt, a batch of questions
+            self.map_rows(torch.zeros(key.shape[0], dtype=torch.long))
+        if key.shape[0] != self._key.shape[0]:
+            raise ValueError(
+                f"this cache holds {self._key.shape[0]} rows and the model was given {key.shape[0]}; continue a batch with "
+                "as many rows as it began with"
+            )
+        self._key[:, :, at:end] = key
+        self._value[:, :, at:end] = value
+
+    def view(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first `length` tail tokens, `[B, H_kv, length, D]` each."""
+        assert self._key is not None and self._value is not None
+        return self._key[:, :, :length], self._value[:, :, :length]
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.write(key_states, value_states, self.length)
+        self.length += key_states.shape[2]
+        return self.view(self.length)
+
+    def get_seq_length(self) -> int:
+        return self.prefix + self.length
+
+    def get_mask_sizes(self, query_length: int | torch.Tensor) -> tuple[int, int]:
+        count = query_length if isinstance(query_length, int) else query_length.shape[0]  # 4.57: cache_position
+        return self.get_seq_length() + count, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name before transformers 5
+
+    def reset(self) -> None:
+        self.segments, self.prefix, self.length = [], 0, 0
+
+    def map_rows(self, rows: torch.Tensor) -> None:
+        """Replace the batch by `rows` of it (int64 `[B']`); the segments are shared and stay."""
+        if self._key is not None and self._value is not None:
+            self._key = _rows(self._key, self.length, rows)
+            self._value = _rows(self._value, self.length, rows)
+        self.segments = [_segment_rows(segment, rows) for segment in self.segments]
+
+
+class KVCache(DynamicCache):
+    """KV of a decoder: segments read in place, a tail with spare capacity, and lengths that may differ by layer.
+
+    Args:
+        config: the model's (text) config; gives the number of layers.
+        capacity: tail tokens to reserve at the first append; grows when exceeded.
+        spec: how SPEED is applied; None for a cache that holds every token in every layer.
+
+    A cache with a `spec` or with segments works only inside the model that is patched alike: elsewhere it would be read
+    wrongly, so there it raises.
+    """
+
+    def __init__(self, config: Any, *, capacity: int | None = None, spec: SpeedSpec | None = None) -> None:
+        layers = [SegmentLayer(capacity or 0) for _ in range(config.num_hidden_layers)]
+        Cache.__init__(self, layers=layers)
+        self.num_layers = len(layers)
+        self._clear()
+        self.spec = self._effective(spec)
+        self.prefix_ids: list[int] | None = None
+
+    def _clear(self) -> None:
+        self.assembled = 0  # positions that were assembled from packets, in either mode
+        self.plan: Any = None  # of the forward that is running; set and cleared by the patched model
+        self.prompt_end: int | None = None  # tokens from this absolute slot on are answer
+        self.padding: torch.Tensor | None = None  # int64 [B]: left padding of each row
+        self.deep_slots: list[int] = []  # slots of the tokens kept in layers >= k, in storage order, anchor area aside
+        self.anchor_area = 0  # columns before them, one an anchor, where rows are padded or anchors were assembled
+        self.anchor_count: torch.Tensor | None = None  # int64 [B]: prompt tokens of that area a row has; None: all
+        self.plain_mask = True  # whether the attention mask was left padding and nothing more
+        self._before: list[int] = []  # tail lengths before the forward that is running
+
+    def _effective(self, spec: SpeedSpec | None) -> SpeedSpec | None:
+        return spec if spec is not None and spec.k < self.num_layers else None
+
+    @property
+    def depth(self) -> int:
+        """Layers that hold every token: k under SPEED, else all."""
+        return self.spec.k if self.spec is not None else self.num_layers
+
+    # ---- filling it with a prompt that exists already -----------------------------------------------------------------
+
+    def set_segments(self, per_layer: Sequence[Sequence[Segment]], length: int) -> None:
+        """View mode: use `per_layer[l]`, the segments of layer l < depth, where they lie; they cover `length` positions.
+
+        Raises:
+            ValueError: the wrong number of layers, or the cache is not empty.
+        """
+        self._check_empty("set_segments")
+        if len(per_layer) != self.depth:
+            raise ValueError(f"per_layer has {len(per_layer)} layers; this cache keeps prompts in {self.depth} layers")
+        for layer, segments in zip(self._layers(), per_layer, strict=False):
+            layer.segments, layer.prefix = list(segments), length
+        self.assembled = length
+
+    def set_storage(self, keys: torch.Tensor, values: torch.Tensor, length: int) -> None:
+        """Copy mode: take `keys`, `values` `[depth, H_kv, capacity, D]`, filled up to `length`, as the layers' storage."""
+        self._check_empty("set_storage")
+        if keys.shape[0] != self.depth or values.shape[0] != self.depth:
+            raise ValueError(
+                f"keys, values have {keys.shape[0]} and {values.shape[0]} layers; this cache keeps prompts in "
+                f"{self.depth} layers"
+            )
+        for index, layer in enumerate(self._layers()[: self.depth]):
+            layer.adopt(keys[index].unsqueeze(0), values[index].unsqueeze(0), length)
+        self.assembled = length
+
+    def set_anchor(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """SPEED: the KV of the first tokens in layers >= k, `[L - k, 1, H_kv, anchor_tokens, D]` each (copied)."""
+        if self.spec is None:
+            raise ValueError("this cache has no SPEED depth, so it takes no anchor")
+        if keys.shape[0] != self.num_layers - self.spec.k:
+            raise ValueError(f"keys have {keys.shape[0]} layers; the anchor lives in {self.num_layers - self.spec.k}")
+        for index, layer in enumerate(self._layers()[self.spec.k :]):
+            layer.length = 0
+            layer.update(keys[index], values[index])
+        self.deep_slots = list(range(keys.shape[3]))
+
+    def reserve(self, positions: int, answers: int | None = None) -> None:
+        """Make room for `positions` in the layers that hold prompts, and for `answers` tokens in those that do not."""
+        for index, layer in enumerate(self._layers()):
+            if index < self.depth:
+                layer.reserve(positions - layer.prefix)
+            elif self.spec is not None:
+                layer.reserve(layer.length + self.spec.anchor_tokens + 1 + (positions if answers is None else answers))
+
+    # ---- turns --------------------------------------------------------------------------------------------------------
+
+    def begin_turn(self, prompt_end: int) -> None:
+        """Declare that tokens up to the absolute slot `prompt_end` are prompt, and those after it answer.
+
+        `generate` of a patched model calls this; call it yourself before driving the model's forward by hand.
+
+        Raises:
+            ValueError: `prompt_end` is not beyond what the cache has seen.
+        """
+        seen = self.get_seq_length()
+        if prompt_end <= seen:
+            raise ValueError(
+                f"the prompt ends at token {prompt_end} and the cache has seen {seen} already; pass at least one new token"
+            )
+        self.prompt_end = prompt_end
+        if self.spec is not None and self.spec.turns == "reset":
+            self._keep_deep([slot for slot in self.deep_slots if slot < self.spec.anchor_tokens])
+
+    def start_forward(self, plan: Any) -> None:
+        """A patched model's forward begins: `plan` says what it appends."""
+        self.plan, self._before = plan, [layer.length for layer in self._layers()]
+
+    def end_forward(self, completed: bool) -> None:
+        """It ended: keep what it appended, or go back to what was there before."""
+        if not completed:
+            for layer, length in zip(self._layers(), self._before, strict=True):
+                layer.length = length
+        elif self.plan.deep is not None:
+            self.deep_slots.extend(self.plan.deep.new_slots)
+        self.plan = None
+
+    # ---- transformers' Cache interface --------------------------------------------------------------------------------
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        layer = self._layers()[layer_idx]
+        if self.plan is None:
+            if self.spec is not None:
+                raise RuntimeError(
+                    f"this cache was made under SPEED with k={self.spec.k}; use it with the model that is patched so, or "
+                    "give the unpatched model a cache of its own"
+                )
+            if layer.segments:
+                raise RuntimeError(
+                    'this cache reads packets in place (mode="view"), which needs the patched model: call '
+                    'kvspeed.patch_model(model) first, or assemble with mode="copy"'
+                )
+        elif self.spec is not None and layer_idx >= self.spec.k:
+            return self.plan.deep.store(layer, key_states, value_states)
+        return layer.update(key_states, value_states)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._layers()[layer_idx].get_seq_length()
+
+    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
+        return self._layers()[min(layer_idx, self.depth - 1)].get_mask_sizes(query_length)
+
+    def crop(self, max_length: int) -> None:
+        """Keep the first `max_length` tokens; zero or a negative number removes that many from the end."""
+        seen = self.get_seq_length()
+        target = seen + max_length if max_length <= 0 else max_length
+        if target >= seen:
+            return
+        prefix = self._layers()[0].prefix
+        if target < prefix:
+            raise ValueError(f"cannot crop to {target} tokens: the first {prefix} lie in shared packets")
+        for layer in self._layers()[: self.depth]:
+            layer.length = target - prefix
+        self._keep_deep([slot for slot in self.deep_slots if slot < target])
+
+    def reset(self) -> None:
+        for layer in self._layers():
+            layer.reset()
+        self._clear()
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self._map_rows(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        rows = torch.arange(self._rows())[indices.cpu()] if indices.dtype == torch.bool else indices
+        self._map_rows(rows)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._map_rows(torch.arange(self._rows()).repeat_interleave(repeats))
+
+    def activate_past_recording(self) -> None:
+        """Nothing to do: every token is kept, so a rollback always finds its way."""
+
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        for layer in self._layers():
+            yield layer.keys, layer.values, None
+
+    @property
+    def is_croppable(self) -> bool:
+        return True
+
+    @property
+    def has_tail(self) -> bool:
+        """Whether any layer owns storage, whose rows a batch must match."""
+        return any(layer._key is not None for layer in self._layers())
+
+    @property
+    def max_batch_size(self) -> int:
+        return self._rows()
+
+    # ---- accounting ---------------------------------------------------------------------------------------------------
+
+    def kv_bytes(self) -> int:
+        """Bytes of the KV of stored tokens; a segment counts once, however many rows read it."""
+        total = 0
+        for layer in self._layers():
+            tensors = [t for segment in layer.segments for t in (segment.key, segment.value)]
+            tensors += [t for t in (layer.keys, layer.values) if t is not None]
+            total += sum(t.numel() * t.element_size() for t in tensors)
+        return total
+
+    def allocated_bytes(self) -> int:
+        """Bytes that are allocated for the tails, spare capacity included; segments belong to their packets."""
+        storage = [t for layer in self._layers() for t in (layer._key, layer._value) if t is not None]
+        return sum(t.numel() * t.element_size() for t in storage)
+
+    # ---- inside -------------------------------------------------------------------------------------------------------
+
+    def _layers(self) -> list[SegmentLayer]:
+        return self.layers
+
+    def _rows(self) -> int:
+        for layer in self._layers():
+            if layer._key is not None:
+                return layer._key.shape[0]
+        return 1
+
+    def _map_rows(self, rows: torch.Tensor) -> None:
+        for layer in self._layers():
+            layer.map_rows(rows)
+        if self.padding is not None:
+            self.padding = self.padding.index_select(0, rows.to(self.padding.device))
+        if self.anchor_count is not None:
+            self.anchor_count = self.anchor_count.index_select(0, rows.to(self.anchor_count.device))
+
+    def _check_empty(self, what: str) -> None:
+        if self.get_seq_length() > 0:
+            raise ValueError(f"{what} needs an empty cache; this one has seen {self.get_seq_length()} tokens")
+
+    def _keep_deep(self, slots: list[int]) -> None:
+        """Keep those deep tokens, which are the first of `deep_slots`."""
+        self.deep_slots = slots
+        if self.spec is not None:
+            for layer in self._layers()[self.spec.k :]:
+                layer.length = min(layer.length, self.anchor_area + len(slots))
+
+
+def _empty(like: torch.Tensor, tokens: int) -> torch.Tensor:
+    from kvspeed import ops
+
+    return ops.empty_huge((like.shape[0], like.shape[1], tokens, like.shape[3]), like.dtype, like.device)
+
+
+def _moved(old: torch.Tensor, length: int, capacity: int) -> torch.Tensor:
+    new = _empty(old, capacity)
+    new[:, :, :length] = old[:, :, :length]
+    return new
+
+
+def _rows(old: torch.Tensor, length: int, rows: torch.Tensor) -> torch.Tensor:
+    new = old.new_empty((rows.numel(), *old.shape[1:]))
+    new[:, :, :length] = old[:, :, :length].index_select(0, rows.to(old.device))
+    return new
+
+
+def _segment_rows(segment: Segment, rows: torch.Tensor) -> Segment:
+    key, value, first = segment.key, segment.value, segment.first
+    if key.ndim == 4 and key.shape[0] > 1:
+        key, value = key.index_select(0, rows.to(key.device)), value.index_select(0, rows.to(value.device))
+    if first is not None:
+        first = first.index_select(0, rows.to(first.device))
+    return Segment(key, value, segment.offset, start=segment.start, first=first)

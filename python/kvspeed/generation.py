@@ -1,0 +1,127 @@
+# Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
+"""`generate` of a patched model: transformers' own, given the right cache and told where the prompt ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache
+
+from kvspeed.cache import KVCache
+from kvspeed.hooks import PROMPT_END
+
+__all__ = ["generate"]
+
+_MAX_RESERVE = 4096  # answer tokens; a cache grows beyond
+
+
+def generate(self: Any, inputs: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+    """transformers' `generate` under kvspeed's patch; the same arguments and results.
+
+    Without a cache in the arguments it makes a `KVCache`, which is returned where `generate` returns caches and carries
+    a conversation on. Under SPEED all tokens given are prompt.
+
+    Raises:
+        ValueError: under SPEED, a cache that cannot hold different tokens in different layers (static, quantised,
+            offloaded), one made under another k, or no new token.
+    """
+    state = self._kvspeed
+    spec = state.spec
+    names = [name for name in ("cache", "past_key_values") if kwargs.get(name) is not None]
+    given = kwargs[names[0]] if names else None
+    config = kwargs.get("generation_config") or (args[0] if args and args[0] is not None else self.generation_config)
+    kind = kwargs.get("cache_implementation", getattr(config, "cache_implementation", None))
+    use_cache = kwargs.get("use_cache", getattr(config, "use_cache", True)) is not False
+    if spec is not None:
+        _check_kind(spec, "cache_implementation" in kwargs, kind, given)
+    call = type(self).generate
+    if spec is None and (_foreign(given) or (given is None and (kind not in (None, "dynamic", "hybrid") or not use_cache))):
+        return call(self, inputs, *args, **kwargs)
+    prompt_end, rows = _prompt(inputs, kwargs, given)
+    if not use_cache and given is None:
+        token = PROMPT_END.set(prompt_end)
+        try:
+            return call(self, inputs, *args, **kwargs)
+        finally:
+            PROMPT_END.reset(token)
+    cache = _cache(self, state, given)
+    if prompt_end is not None:
+        cache.begin_turn(prompt_end)
+        new = _new_tokens(kwargs, config, prompt_end)
+        cache.reserve(prompt_end + new, new)
+    expand = max(_option(kwargs, config, "num_beams", 1), _option(kwargs, config, "num_return_sequences", 1)) * rows
+    if cache.has_tail and cache.max_batch_size == 1 and expand > 1:
+        cache.batch_repeat_interleave(expand)
+    kwargs[names[0] if names else state.cache_name] = cache
+    own = self.generation_config
+    hub_kind, own.cache_implementation = own.cache_implementation, None  # e.g. Gemma 2's "hybrid", which is ours to do
+    kwargs.pop("cache_implementation", None)
+    try:
+        return call(self, inputs, *args, **kwargs)
+    finally:
+        own.cache_implementation = hub_kind
+
+
+def _cache(model: Any, state: Any, given: Any) -> KVCache:
+    if isinstance(given, KVCache):
+        state.check_cache(given)
+        return given
+    config = model.config.get_text_config()
+    if given is None:
+        return KVCache(config, spec=state.spec)
+    # An empty DynamicCache that the caller holds: it becomes the KVCache, so that the caller finds its KV in it.
+    given.__class__ = KVCache
+    given.__dict__.clear()
+    KVCache.__init__(given, config, spec=state.spec)
+    return given
+
+
+def _foreign(cache: Any) -> bool:
+    """Whether a cache was given that only transformers' own path can use."""
+    return cache is not None and not isinstance(cache, KVCache) and not _empty_dynamic(cache)
+
+
+def _empty_dynamic(cache: Any) -> bool:
+    return type(cache).__name__ == "DynamicCache" and not cache.offloading and cache.get_seq_length() == 0
+
+
+def _check_kind(spec: Any, asked: bool, kind: str | None, given: Any) -> None:
+    if _foreign(given):
+        what = f"a {type(given).__name__}" if isinstance(given, Cache) else f"a cache of type {type(given).__name__}"
+        filled = " that is not empty" if type(given).__name__ == "DynamicCache" else ""
+        raise ValueError(
+            f"generate under SPEED (k={spec.k}) was given {what}{filled}, which cannot hold different tokens in different "
+            "layers; pass none, an empty DynamicCache, or the kvspeed.KVCache of an earlier turn"
+        )
+    if kind not in (None, "dynamic") and not (kind == "hybrid" and not asked):
+        raise ValueError(
+            f"cache_implementation is {kind!r}, and SPEED (k={spec.k}) supports only its own dynamic cache; leave it out"
+        )
+
+
+def _prompt(inputs: torch.Tensor | None, kwargs: dict[str, Any], cache: Any) -> tuple[int | None, int]:
+    """The absolute slot where the prompt ends, and the rows of the batch."""
+    ids = inputs if inputs is not None else kwargs.get("input_ids")
+    embeds, mask = kwargs.get("inputs_embeds"), kwargs.get("attention_mask")
+    seen = cache.get_seq_length() if isinstance(cache, KVCache) else 0
+    if mask is not None and mask.ndim == 2 and seen > 0:
+        return mask.shape[1], mask.shape[0]  # ids may be the whole sequence or its new part; the mask covers it all
+    if embeds is not None:
+        return embeds.shape[1] + (ids.shape[1] if ids is not None else 0), embeds.shape[0]
+    if ids is not None:
+        return ids.shape[1], ids.shape[0]
+    return 1, 1  # transformers starts with BoS
+
+
+def _option(kwargs: dict[str, Any], config: Any, name: str, default: int) -> int:
+    value = kwargs.get(name)
+    value = getattr(config, name, None) if value is None else value
+    return default if value is None else value
+
+
+def _new_tokens(kwargs: dict[str, Any], config: Any, prompt_end: int) -> int:
+    new = _option(kwargs, config, "max_new_tokens", 0)
+    if not new:
+        new = _option(kwargs, config, "max_length", prompt_end + 20) - prompt_end
+    return max(1, min(int(new), _MAX_RESERVE))

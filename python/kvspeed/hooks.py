@@ -1,0 +1,164 @@
+# Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
+"""The forward hooks of a patched model. They hold no state of their own: everything is found from the module.
+
+The plan of a forward travels as a keyword argument from the decoder stack to its layers and their attention, so that
+gradient checkpointing replays it and two threads may run one model.
+"""
+
+from __future__ import annotations
+
+import inspect
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+
+from kvspeed.cache import KVCache
+from kvspeed.plan import Plan, labelled_rows, plan_deep
+
+__all__ = ["PROMPT_END", "layer_pre_hook", "lm_pre_hook", "stack_post_hook", "stack_pre_hook"]
+
+# Where the prompt ends in a `generate` that runs without a cache; with one, the cache knows.
+PROMPT_END: ContextVar[int | None] = ContextVar("kvspeed_prompt_end", default=None)
+
+_BARE = (
+    "a model patched with k={k} of {n} layers was called without saying where the prompt ends; call model.generate, pass "
+    "labels (-100 marks the prompt), or call begin_turn(prompt_length) on a kvspeed.KVCache and pass that"
+)
+
+
+def lm_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Training: choose the deep columns from the labels, and give the loss the labels of those columns."""
+    state: Any = module._kvspeed
+    kwargs = _as_keywords(module, args, kwargs)
+    labels = kwargs.get("labels")
+    if labels is None:
+        return (), kwargs
+    cache = kwargs.get(state.cache_name)
+    if cache is not None and cache.get_seq_length() > 0:
+        raise ValueError("labels were given together with a filled cache; under SPEED pass the whole sequence instead")
+    mask = kwargs.get("attention_mask")
+    if mask is not None and mask.ndim != 2:
+        raise ValueError(f"attention_mask has {mask.ndim} dimensions; under SPEED give a 2-D mask [batch, tokens]")
+    position_ids = kwargs.get("position_ids")
+    if mask is None and position_ids is not None and bool((position_ids[..., 1:] < position_ids[..., :-1]).any()):
+        raise ValueError(
+            "position_ids restart within a row (packed sequences), which SPEED does not support; give one sequence a row"
+        )
+    deep, labels = labelled_rows(state.spec, labels, mask)
+    plan = Plan(cache=None, past=0, first=None, kernels=False, deep=deep)
+    kwargs.update(labels=labels.to(kwargs["labels"].device), kvspeed_plan=plan, use_cache=False)
+    kwargs.pop(state.cache_name, None)
+    return (), kwargs
+
+
+def stack_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Plan the forward of the decoder stack."""
+    state: Any = module._kvspeed
+    kwargs = _as_keywords(module, args, kwargs)
+    if kwargs.get("kvspeed_plan") is not None:
+        return (), kwargs
+    cache = kwargs.get(state.cache_name)
+    if not isinstance(cache, KVCache):
+        if state.spec is None:
+            return (), kwargs
+        _refuse_cache(cache, state.spec.k, len(module.layers))  # type: ignore[arg-type]
+        cache = None
+    tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
+    if tokens is None:
+        return (), kwargs  # the model's own message says it best
+    if cache is not None:
+        state.check_cache(cache)
+    past = cache.get_seq_length() if cache is not None else 0
+    prompt_end = cache.prompt_end if cache is not None else PROMPT_END.get()
+    if state.spec is not None and prompt_end is None:
+        raise ValueError(_BARE.format(k=state.spec.k, n=len(module.layers)))  # type: ignore[arg-type]
+    padding, plain = _padding(cache, kwargs.get("attention_mask"), tokens.shape[1])
+    if state.spec is not None and not plain:
+        raise ValueError(
+            "attention_mask hides tokens that are not left padding, which SPEED does not support; pad on the left "
+            "(tokenizer.padding_side = 'left') and give a 2-D mask [batch, tokens]"
+        )
+    wants_weights = kwargs.get("output_attentions") or getattr(module.config, "output_attentions", False)
+    first = padding.to(torch.int32) if padding is not None else None
+    plan = Plan(cache=cache, past=past, first=first, kernels=plain and not wants_weights)
+    if state.spec is not None:
+        plan.deep = plan_deep(state.spec, cache, past, tokens.shape[1], prompt_end, padding)
+        if plan.deep.columns == 0:  # attention modules cannot take zero tokens, so the deep layers are left out
+            layers: Any = module.layers
+            plan.all_layers, module.layers = layers, layers[: state.spec.k]
+    if cache is not None:
+        cache.padding = padding
+        cache.start_forward(plan)
+    kwargs["kvspeed_plan"] = plan
+    return (), kwargs
+
+
+def stack_post_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """Make the forward's KV count, or forget it when the forward failed."""
+    plan: Plan | None = kwargs.get("kvspeed_plan")
+    if plan is not None and plan.all_layers is not None:
+        module.layers = plan.all_layers
+    cache = kwargs.get(module._kvspeed.cache_name)  # type: ignore[union-attr, arg-type]
+    if isinstance(cache, KVCache) and cache.plan is not None:
+        cache.end_forward(completed=output is not None)
+
+
+def layer_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Layers >= k: the first one takes the deep columns out of the hidden states; all see them at their own places."""
+    plan: Plan | None = kwargs.get("kvspeed_plan")
+    if plan is None or plan.deep is None:
+        return None
+    deep = plan.deep
+    hidden = args[0] if args else kwargs["hidden_states"]
+    batch = hidden.shape[0]
+    kwargs = dict(kwargs)
+    if module.self_attn.layer_idx == deep.spec.k:  # type: ignore[union-attr]
+        hidden = deep.gather(hidden, batch)
+        if args:
+            args = (hidden, *args[1:])
+        else:
+            kwargs["hidden_states"] = hidden
+    for name, given in kwargs.items():
+        if name.startswith("position_embeddings") and given is not None:
+            kwargs[name] = tuple(deep.gather_once(part, batch) for part in given)
+    if kwargs.get("position_ids") is not None:
+        kwargs["position_ids"] = deep.gather_once(kwargs["position_ids"], batch)
+    kwargs["attention_mask"] = None  # made for the prompt's tokens; the plan has the one for the columns
+    return args, kwargs
+
+
+def _padding(cache: KVCache | None, mask: Any, tokens: int) -> tuple[torch.Tensor | None, bool]:
+    """Left padding of each row (int64 `[B]` on the CPU, None: no padding), and whether the mask is nothing more."""
+    known = cache.padding if cache is not None else None
+    if mask is None:
+        return known, True
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
+        return known, False
+    if cache is not None and cache.get_seq_length() > cache.assembled and tokens == 1:
+        return known, cache.plain_mask  # a decode step adds a column of ones: what the prompt's forward found holds
+    prefix = cache.assembled if cache is not None else 0
+    hidden = (mask[:, prefix:] == 0).cpu()
+    padding = hidden.to(torch.long).cumprod(1).sum(1)
+    plain = bool((hidden.sum(1) == padding).all()) and bool((mask[:, :prefix] != 0).all())
+    if cache is not None:
+        cache.plain_mask = plain
+    return (padding if bool(padding.any()) else None), plain
+
+
+def _refuse_cache(cache: Any, k: int, layers: int) -> None:
+    if isinstance(cache, Cache) and (type(cache).__name__ != "DynamicCache" or cache.get_seq_length() > 0):
+        raise ValueError(
+            f"a model patched with k={k} of {layers} layers was given a {type(cache).__name__}; SPEED keeps different "
+            "tokens in different layers, which only kvspeed.KVCache holds: pass none, an empty DynamicCache to generate, "
+            "or the KVCache of an earlier turn"
+        )
+
+
+def _as_keywords(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    kwargs = dict(kwargs)
+    if args:
+        kwargs.update(inspect.signature(module.forward).bind_partial(*args).arguments)
+    return kwargs

@@ -1,0 +1,207 @@
+# Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
+"""Patching one transformers model, in place, without copying or replacing any of its code.
+
+A patch is a set of forward hooks, an attention function registered with transformers, and a `generate` that makes the
+right cache. `unpatch_model` takes all of it away again.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvspeed import attention, generation, hooks
+from kvspeed.cache import KVCache
+from kvspeed.models import architecture, attention_modules, base_model, cache_argument, causal_lm
+from kvspeed.rope import RopeSpec, float32_rope_buffers
+from kvspeed.rule import SpeedSpec
+
+__all__ = ["PatchState", "patch_model", "patched", "state_of", "unpatch_model"]
+
+
+class PatchState:
+    """What a patched model's parts know of the patch (found as `module._kvspeed`).
+
+    Attributes:
+        spec: the depth and rule of SPEED, or None when every layer takes every token.
+        config: the model's own config, whose attention implementation serves what the kernels do not.
+        cache_name: what this transformers version calls the cache argument.
+    """
+
+    def __init__(self, model: nn.Module, spec: SpeedSpec | None) -> None:
+        base = base_model(model)
+        self.spec = spec
+        self.config = base.config
+        self.cache_name = cache_argument(base)
+        self.layers = len(base.layers)  # type: ignore[arg-type]
+        self.handles: list[Any] = []
+        self.rounded: list[tuple[nn.Module, str, torch.Tensor]] = []  # rotary buffers as they were before the repair
+        self._base = base
+        self._rope: RopeSpec | None = None
+
+    @property
+    def rope(self) -> RopeSpec:
+        """The model's rotary embedding; raises where its keys cannot be shifted."""
+        if self._rope is None:
+            self._rope = RopeSpec.from_model(self._base)
+        return self._rope
+
+    def inv_freq(self, layer: int) -> torch.Tensor:
+        return self.rope.layer(layer)
+
+    def check_cache(self, cache: KVCache) -> None:
+        """Take an empty cache for this patch; refuse one that holds KV made under another.
+
+        Raises:
+            ValueError: both sides are named.
+        """
+        if cache.num_layers != self.layers:
+            raise ValueError(f"the cache has {cache.num_layers} layers, the model {self.layers}; make one for this model")
+        if cache.spec == self.spec:
+            return
+        if cache.get_seq_length() > 0:
+            raise ValueError(
+                f"the cache was made with {_describe(cache.spec)}, the model is patched with {_describe(self.spec)}; "
+                "start with a new cache, or patch the model as the cache was made"
+            )
+        cache.spec = self.spec
+
+
+def patch_model(
+    model: nn.Module,
+    k: int | None = None,
+    *,
+    anchor_tokens: int = 1,
+    boundary: str = "transient",
+    upper_attention: str = "causal",
+    turns: str = "keep",
+) -> nn.Module:
+    """Make `model` use kvspeed: its kernels and caches, and SPEED where `k` is given. Patching again replaces the patch.
+
+    Under SPEED (arXiv:2605.06105) prompt tokens are computed and cached in the first `k` layers only. Above, a token sees
+    the anchor (the first `anchor_tokens` of the sequence), earlier answer tokens and itself; see `speed_mask`. What
+    `generate` is given is prompt, what it generates is answer. A forward with labels trains the same way (-100 marks the
+    prompt) and returns the logits of the deep columns: anchors, answer tokens, and the tokens that predict one.
+
+    Args:
+        model: a causal LM of transformers (see `kvspeed.models.ARCHITECTURES`), bare or wrapped by PEFT.
+        k: layers that see the whole prompt, 1 .. L; None or L: all of them, and the logits are the unpatched model's.
+        anchor_tokens: first tokens of the sequence that live in every layer; 0 for SPEED without anchor.
+        boundary: "transient": the last prompt token leaves nothing above k once it has predicted the first answer token;
+            "keep": later answer tokens see it there.
+        upper_attention: "causal", or "self" (the paper's SelfOnly ablation: anchors and itself only).
+        turns: "keep": answers of earlier turns stay deep; "reset": a new turn starts as if the conversation were encoded
+            afresh. A turn's last answer token, sampled but not yet cached, is prompt of the next turn in both.
+
+    Returns:
+        `model` itself.
+
+    Raises:
+        TypeError, ValueError: an argument is out of range, or the architecture is not known; nothing is changed then.
+    """
+    architecture(model)
+    layers = len(base_model(model).layers)  # type: ignore[arg-type]
+    spec = _spec(k, layers, anchor_tokens, boundary, upper_attention, turns)
+    unpatch_model(model)
+    state = PatchState(model, spec)
+    _install(model, state)
+    return model
+
+
+def unpatch_model(model: nn.Module) -> nn.Module:
+    """Take kvspeed's patch off `model`; one that is not patched stays as it is. Returns `model`."""
+    state = state_of(model)
+    if state is None:
+        return model
+    inner, base = causal_lm(model), base_model(model)
+    for handle in state.handles:
+        handle.remove()
+    for module in attention_modules(model):
+        module.config = state.config
+    for module, name, buffer in state.rounded:
+        setattr(module, name, buffer)
+    for module in [inner, base, *attention_modules(model), *base.layers]:  # type: ignore[misc]
+        module.__dict__.pop("_kvspeed", None)
+    inner.__dict__.pop("generate", None)
+    return model
+
+
+def state_of(model: nn.Module) -> PatchState | None:
+    """The patch of `model`, or None."""
+    return base_model(model).__dict__.get("_kvspeed")
+
+
+@contextmanager
+def patched(model: nn.Module, spec: SpeedSpec | None = None, *, force: bool = False) -> Iterator[PatchState]:
+    """`model` patched inside the block, and as before after it.
+
+    A model that is patched already stays as it is, unless `force` asks for exactly `spec`.
+    """
+    before = state_of(model)
+    if before is not None and (not force or before.spec == spec):
+        yield before
+        return
+    if before is None:
+        architecture(model)
+    unpatch_model(model)
+    state = PatchState(model, spec)
+    try:
+        _install(model, state)
+        yield state
+    finally:
+        unpatch_model(model)
+        if before is not None:
+            _install(model, PatchState(model, before.spec))
+
+
+def _spec(
+    k: int | None, layers: int, anchor_tokens: int, boundary: str, upper_attention: str, turns: str
+) -> SpeedSpec | None:
+    depth = layers if k is None else k
+    spec = SpeedSpec(depth, anchor_tokens, boundary, upper_attention, turns)
+    if depth > layers:
+        raise ValueError(f"k is {k} and the model has {layers} layers; give 1 to {layers}, or None for all")
+    return spec if depth < layers else None
+
+
+def _install(model: nn.Module, state: PatchState) -> None:
+    inner, base = causal_lm(model), base_model(model)
+    modules = attention_modules(model)
+    if not modules:
+        raise ValueError(f"{type(inner).__name__} has no attention modules to patch; pass a loaded causal LM")
+    attention.register()
+    config = copy.copy(state.config)
+    config._attn_implementation = attention.NAME
+    for module in modules:
+        module.config = config
+        module._kvspeed = state
+    for module in (inner, base):
+        module._kvspeed = state  # type: ignore[assignment]
+    for module, name, buffer in float32_rope_buffers(base):
+        state.rounded.append((module, name, getattr(module, name)))
+        setattr(module, name, buffer)
+    add = state.handles.append
+    add(base.register_forward_pre_hook(hooks.stack_pre_hook, with_kwargs=True))
+    add(base.register_forward_hook(hooks.stack_post_hook, with_kwargs=True, always_call=True))
+    if state.spec is not None:
+        for layer in list(base.layers)[state.spec.k :]:  # type: ignore[arg-type]
+            add(layer.register_forward_pre_hook(hooks.layer_pre_hook, with_kwargs=True))
+        if inner is not base:
+            add(inner.register_forward_pre_hook(hooks.lm_pre_hook, with_kwargs=True))
+    if hasattr(inner, "generate"):
+        inner.generate = types.MethodType(generation.generate, inner)  # type: ignore[assignment]
+
+
+def _describe(spec: SpeedSpec | None) -> str:
+    if spec is None:
+        return "all layers (no SPEED)"
+    return (
+        f"k={spec.k}, anchor_tokens={spec.anchor_tokens}, boundary={spec.boundary!r}, "
+        f"upper_attention={spec.upper_attention!r}, turns={spec.turns!r}"
+    )

@@ -1,0 +1,302 @@
+# Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
+"""What one forward of a patched model has to do: computed once before the first layer, read by every layer.
+
+Words used here. A *slot* is a token's column in the batch as the model is given it, left padding included; its
+*position* is the slot less the row's padding. The *columns* of the deep layers (>= k) are the tokens that run through
+them in this forward; their *keys* are those columns and what the cache keeps of earlier ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from kvspeed.rule import SpeedSpec
+
+if TYPE_CHECKING:
+    from kvspeed.cache import KVCache, SegmentLayer
+
+__all__ = ["DeepPlan", "Plan", "labelled_rows", "plan_deep"]
+
+
+@dataclass
+class Plan:
+    """One forward of a patched model.
+
+    Attributes:
+        cache: the KVCache in use, or None (training, `use_cache=False`).
+        past: tokens that the cache has seen before this forward.
+        first: int32 `[B]`, left padding of each row counted in tail slots; None where no row is padded.
+        kernels: whether `ops.segment_attention` may serve this forward (no gradients, no dropout, no weights wanted).
+        deep: what layers >= k do; None where every layer takes every token.
+        all_layers: the stack's layers while a forward runs without the deep ones (a chunk of a prompt that has nothing
+            to do there), else None.
+    """
+
+    cache: KVCache | None
+    past: int
+    first: torch.Tensor | None
+    kernels: bool
+    deep: DeepPlan | None = None
+    all_layers: nn.ModuleList | None = None
+
+
+@dataclass
+class DeepPlan:
+    """Which tokens run in the layers >= k in one forward, what they see, and what of them stays.
+
+    Attributes:
+        spec: the depth and the rule.
+        index: int64 `[B or 1, Q]`, the columns, as token indices within this forward.
+        key_slot: int64 `[B or 1, N]`, slots of the keys in storage order: kept ones first, then this forward's columns.
+        key_seen: bool `[B or 1, N]`, False for keys that are no token (a short row's missing anchor, a duplicate).
+        key_answer: bool `[N]` or `[B or 1, N]`, True for tokens that later ones see: answers, a kept boundary token.
+        padding: int64 `[B or 1, 1]`.
+        query_slot: int64 `[B or 1, Q]`.
+        plain: whether a single query sees every key, so that no mask is needed.
+        order: the columns' order in storage, as indices into `index`; None: as they are.
+        kept: how many columns in storage order stay after the forward.
+        anchors: columns, first in order, that go to the anchor area from `anchor_at` on.
+        arriving: bool `[B, anchors]` or None: rows whose anchor is in this forward.
+    """
+
+    spec: SpeedSpec
+    index: torch.Tensor
+    key_slot: torch.Tensor
+    key_seen: torch.Tensor
+    key_answer: torch.Tensor
+    padding: torch.Tensor
+    query_slot: torch.Tensor
+    plain: bool
+    order: torch.Tensor | None = None
+    kept: int = 0
+    anchors: int = 0
+    arriving: torch.Tensor | None = None
+    new_slots: list[int] = field(default_factory=list)
+    _masks: dict[int | None, torch.Tensor | None] = field(default_factory=dict)
+    _gathered: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    @property
+    def columns(self) -> int:
+        return self.index.shape[1]
+
+    def gather(self, tensor: torch.Tensor, batch: int) -> torch.Tensor:
+        """The columns of `tensor` `[B or 1, T, ...]`."""
+        index = self.index.to(tensor.device)
+        if tensor.shape[0] == 1 and index.shape[0] == 1:
+            return tensor[:, index[0]]
+        tensor = tensor.expand(batch, *tensor.shape[1:])
+        index = index.expand(batch, -1)
+        return tensor.gather(1, index.view(*index.shape, *(1,) * (tensor.ndim - 2)).expand(-1, -1, *tensor.shape[2:]))
+
+    def gather_once(self, tensor: torch.Tensor, batch: int) -> torch.Tensor:
+        """`gather` for tensors that every layer is given again (cos, sin, position ids)."""
+        found = self._gathered.get(id(tensor))
+        if found is None or found[0] is not tensor:
+            found = (tensor, self.gather(tensor, batch))
+            self._gathered[id(tensor)] = found
+        return found[1]
+
+    def mask(self, window: int | None) -> torch.Tensor | None:
+        """bool `[B or 1, 1, Q, N]`, True where a column sees a key; None where each sees all."""
+        if window not in self._masks:
+            self._masks[window] = self._build_mask(window)
+        return self._masks[window]
+
+    def _build_mask(self, window: int | None) -> torch.Tensor | None:
+        query, key = self.query_slot[:, :, None], self.key_slot[:, None, :]
+        near = query - key < window if window is not None else None
+        if self.plain and (near is None or bool(near.all())):
+            return None
+        seen = (key - self.padding[:, :, None]) < self.spec.anchor_tokens
+        if self.spec.upper_attention == "causal":
+            seen = seen | self.key_answer[:, None, :]
+        seen = ((seen & (key <= query)) | (key == query)) & self.key_seen[:, None, :]
+        if near is not None:
+            seen = seen & near
+        # A row that is nothing but padding, or a column that repeats an anchor, would see nothing: softmax needs one key.
+        alone = ~seen.any(-1, keepdim=True)
+        return (seen | (alone & (key == query)))[:, None]
+
+    def store(
+        self, layer: SegmentLayer, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the columns' KV `[B, H_kv, Q, D]` into a deep layer; returns all keys and values of this forward."""
+        if self.order is not None:
+            order = self.order.to(key.device)
+            key, value = key[:, :, order], value[:, :, order]
+        at = layer.length
+        if self.anchors:
+            if self.arriving is not None and layer.keys is not None:
+                old_key, old_value = layer.keys[:, :, : self.anchors], layer.values[:, :, : self.anchors]  # type: ignore[index]
+                arriving = self.arriving.to(key.device)[:, None, :, None]
+                layer.write(
+                    torch.where(arriving, key[:, :, : self.anchors], old_key),
+                    torch.where(arriving, value[:, :, : self.anchors], old_value),
+                    0,
+                )
+            else:
+                layer.write(key[:, :, : self.anchors], value[:, :, : self.anchors], 0)
+            at = max(at, self.anchors)
+            key, value = key[:, :, self.anchors :], value[:, :, self.anchors :]
+        layer.write(key, value, at)
+        layer.length = at + self.kept
+        return layer.view(at + key.shape[2])
+
+
+def plan_deep(
+    spec: SpeedSpec, cache: KVCache | None, past: int, tokens: int, prompt_end: int, padding: torch.Tensor | None
+) -> DeepPlan:
+    """Plan the deep layers for `tokens` new tokens at slots `past` on, of which those below `prompt_end` are prompt."""
+    if padding is None:
+        return _plan_uniform(spec, cache, past, tokens, prompt_end)
+    return _plan_padded(spec, cache, past, tokens, prompt_end, padding)
+
+
+def _plan_uniform(spec: SpeedSpec, cache: KVCache | None, past: int, tokens: int, prompt_end: int) -> DeepPlan:
+    """Every row has the same tokens at the same slots, and slot and position are one."""
+    end = past + tokens
+    anchors = list(range(past, min(spec.anchor_tokens, end)))
+    answers = list(range(max(past, prompt_end, spec.anchor_tokens), end))
+    boundary = [prompt_end - 1] if max(past, spec.anchor_tokens) <= prompt_end - 1 < end else []
+    keep = spec.boundary == "keep"
+    columns = anchors + boundary + answers
+    # A transient boundary token is written last, where dropping it costs nothing; without a cache nothing is written.
+    stored = columns if keep or cache is None else anchors + answers + boundary
+    kept = len(stored) if keep else len(stored) - len(boundary)
+    old = cache.deep_slots if cache is not None else []
+    keys = old + stored
+    key_answer = torch.ones(1, len(keys), dtype=torch.bool)
+    if boundary and not keep:
+        key_answer[0, keys.index(boundary[0])] = False
+    slots = torch.tensor([columns], dtype=torch.long)
+    order = None
+    if stored != columns:
+        order = torch.tensor([columns.index(slot) for slot in stored])
+    return DeepPlan(
+        spec=spec,
+        index=slots - past,
+        key_slot=torch.tensor([keys], dtype=torch.long),
+        key_seen=torch.ones(1, len(keys), dtype=torch.bool),
+        key_answer=key_answer,
+        padding=torch.zeros(1, 1, dtype=torch.long),
+        query_slot=slots,
+        plain=len(columns) == 1 and spec.upper_attention == "causal",
+        order=order,
+        kept=kept,
+        new_slots=stored[:kept],
+    )
+
+
+def _plan_padded(
+    spec: SpeedSpec, cache: KVCache | None, past: int, tokens: int, prompt_end: int, padding: torch.Tensor
+) -> DeepPlan:
+    """Left-padded rows: each row's anchors lie at its own slots, in an anchor area that comes first in storage."""
+    end, batch = past + tokens, padding.shape[0]
+    old = list(cache.deep_slots) if cache is not None else []
+    # The area holds the anchors among the first turn's prompt tokens; anchor tokens of an answer are kept as answers.
+    if cache is not None and cache.anchor_count is not None:
+        count, area = cache.anchor_count, cache.anchor_area
+    elif cache is not None and (old or cache.anchor_area):  # anchors came with assembled packets
+        count, area = torch.zeros(batch, dtype=torch.long), 0
+    else:
+        count = (prompt_end - padding).clamp(0, spec.anchor_tokens)
+        area = int(count.max()) if batch else 0
+    column = torch.arange(area)
+    area_slot = padding[:, None] + column  # [B, area]
+    real = column < count[:, None]
+    arriving = real & (area_slot >= past) & (area_slot < end)
+    anchors = area if bool(arriving.any()) else 0
+    boundary = [prompt_end - 1] if past <= prompt_end - 1 < end else []
+    answers = list(range(max(past, prompt_end), end))
+    keep = spec.boundary == "keep"
+    plain_columns = boundary + answers
+    stored = plain_columns if keep or cache is None else answers + boundary
+    kept = len(stored) if keep else len(answers)
+    column_slot = torch.cat(
+        [area_slot[:, :anchors], torch.tensor([plain_columns], dtype=torch.long).reshape(1, -1).expand(batch, -1)], 1
+    )
+    keys = torch.tensor([old + stored], dtype=torch.long).reshape(1, -1).expand(batch, -1)
+    prefix = cache.assembled if cache is not None else 0
+    keys = torch.where(keys < prefix, keys + padding[:, None], keys)  # packets lie before the padding: undo its shift
+    key_slot = torch.cat([area_slot, keys], 1)
+    # An anchor that is also the boundary token stands twice in its row; the anchor's copy counts.
+    twice = (keys - padding[:, None]) < count[:, None]
+    key_seen = torch.cat([real & (area_slot < end), ~twice], 1)
+    key_answer = torch.ones(batch, key_slot.shape[1], dtype=torch.bool)
+    if boundary and not keep:
+        key_answer[:, area + len(old) + stored.index(boundary[0])] = False
+    order = None
+    if stored != plain_columns:
+        moved = [anchors + plain_columns.index(slot) for slot in stored]
+        order = torch.tensor([*range(anchors), *moved])
+    if cache is not None:
+        cache.anchor_area, cache.anchor_count = area, count
+    return DeepPlan(
+        spec=spec,
+        index=(column_slot - past).clamp(0, tokens - 1),
+        key_slot=key_slot,
+        key_seen=key_seen,
+        key_answer=key_answer,
+        padding=padding[:, None],
+        query_slot=column_slot,
+        plain=column_slot.shape[1] == 1 and spec.upper_attention == "causal" and bool(key_seen.all()),
+        order=order,
+        kept=kept,
+        anchors=anchors,
+        arriving=arriving if anchors else None,
+        new_slots=stored[:kept],
+    )
+
+
+def labelled_rows(
+    spec: SpeedSpec, labels: torch.Tensor, attention_mask: torch.Tensor | None
+) -> tuple[DeepPlan, torch.Tensor]:
+    """Training: the deep columns of a batch with labels (-100 = prompt), and the labels of those columns.
+
+    Deep are the anchors, the answer tokens (labelled), and each token that predicts one. Rows of a batch may differ in
+    number; the shorter ones are filled up with columns that see themselves, are seen by none and carry no label.
+
+    Args:
+        labels: int64 `[B, T]`, as transformers takes them (not shifted).
+        attention_mask: `[B, T]` or None; 0 marks padding, on either side.
+
+    Returns:
+        The plan, and labels `[B, Q]` to be given to the loss instead.
+
+    Raises:
+        ValueError: no token has a label.
+    """
+    answer = labels != -100
+    if not bool(answer.any()):
+        raise ValueError("labels hold no answer: every entry is -100; give at least one token its label")
+    labels, answer = labels.cpu(), answer.cpu()
+    real = torch.ones_like(answer) if attention_mask is None else attention_mask.cpu() != 0
+    answer = answer & real
+    slot = torch.arange(labels.shape[1])
+    padding = torch.where(real, 0, 1).cumprod(1).sum(1, keepdim=True)  # leading zeros of the mask
+    anchor = real & (slot - padding < spec.anchor_tokens)
+    predictor = torch.zeros_like(answer)
+    predictor[:, :-1] = answer[:, 1:] & real[:, :-1]
+    deep = anchor | answer | predictor
+    width = int(deep.sum(1).max())
+    # Stable sort puts the deep slots first, in order.
+    index = torch.sort((~deep).to(torch.int8), dim=1, stable=True).indices[:, :width]
+    valid = deep.gather(1, index)
+    kept = answer | predictor if spec.boundary == "keep" else answer
+    query_slot = torch.where(valid, index, -1 - torch.arange(width))  # fillers: distinct, so that each sees itself alone
+    plan = DeepPlan(
+        spec=spec,
+        index=index,
+        key_slot=query_slot,
+        key_seen=valid,
+        key_answer=kept.gather(1, index),
+        padding=padding,
+        query_slot=query_slot,
+        plain=False,
+    )
+    return plan, torch.where(valid, labels.gather(1, index), -100)
+
