@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import tiny_model
-
 from kvspeed.digest import tensor_digest
 from kvspeed.fingerprint import model_fingerprint
+from tiny_models import tiny_model
 
 HERE = Path(__file__).resolve().parent
 

@@ -149,8 +149,8 @@ def _collect_tuner_layer(layer: Any, prefix: str, entries: _Entries, settings: l
     disabled = bool(getattr(layer, "disable_adapters", False))
     if disabled and merged:
         raise ValueError(
-            f"{prefix[:-1]}: adapter {merged[0]!r} is merged and at the same time disabled, so that PEFT unmerges it in "
-            "the next forward: call unmerge_adapter(), or enable it"
+            f"{prefix[:-1]}: adapter {merged[0]!r} is merged and at the same time disabled, so that PEFT unmerges it "
+            "in the next forward: call unmerge_adapter(), or enable it"
         )
     _collect(layer.base_layer, prefix, entries, settings, seen)
     if disabled:

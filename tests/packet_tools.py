@@ -1,0 +1,123 @@
+# Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
+"""What the packet tests share: packets of random numbers, and a tokenizer made on the spot."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from kvspeed.packet.packet import Packet
+
+CHAT_TEMPLATE = (
+    "{{ '<s>' }}{% for message in messages %}"
+    "{{ '[' + message['role'] + ']' + message['content'] + '</s>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
+)
+
+
+def random_rope(layers: int, head_dim: int, *, rotary: int | None = None, rows: int = 1) -> dict[str, Any]:
+    rotary = head_dim - head_dim % 2 if rotary is None else rotary
+    frequencies = torch.rand(rows, rotary // 2).tolist()
+    return {
+        "rotary_dim": rotary,
+        "interleaved": False,
+        "layers": layers,
+        "frequencies": frequencies,
+        "row": [layer % rows for layer in range(layers)],
+    }
+
+
+def random_packet(
+    *,
+    layers: int = 4,
+    heads: int = 2,
+    tokens: int = 5,
+    head_dim: int = 16,
+    k: int | None = None,
+    anchors: int = 1,
+    soft: tuple[int, int] = (0, 0),
+    kept: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    **changes: Any,
+) -> Packet:
+    """A packet of random numbers; `kept` stored tokens of each head where it is given."""
+    length = tokens + sum(soft)
+    depth = layers if k is None else k
+    stored = length if kept is None else kept
+    positions = None
+    if kept is not None:
+        order = torch.rand(depth, heads, length).argsort(-1)[..., :kept]
+        positions = order.sort(-1).values.int()
+    fields: dict[str, Any] = dict(
+        keys=torch.randn(depth, heads, stored, head_dim).to(dtype),
+        values=torch.randn(depth, heads, stored, head_dim).to(dtype),
+        token_ids=tuple(torch.randint(3, 500, (tokens,)).tolist()),
+        layers=layers,
+        model_fingerprint="ab" * 32,
+        rope=random_rope(layers, head_dim, rows=2),
+        text="Zwölf Boxkämpfer jagen Viktor 🥊 quer über den Sylter Deich.",
+        header=soft[0],
+        trailer=soft[1],
+        k=k,
+        positions=positions,
+        model_name="tiny",
+        adapter_fingerprint="cd" * 32 if any(soft) else None,
+        press={"name": "random", "ratio": 0.5} if kept is not None else None,
+    )
+    if k is not None and anchors:
+        shape = (layers - k, heads, anchors, head_dim)
+        fields |= {"anchor_keys": torch.randn(shape).to(dtype), "anchor_values": torch.randn(shape).to(dtype)}
+    return Packet(**{**fields, **changes})
+
+
+def assert_same_packet(a: Packet, b: Packet) -> None:
+    """Equal to the bit, tensors and all other fields."""
+    one, other = a.tensors(), b.tensors()
+    assert set(one) == set(other)
+    for name, tensor in one.items():
+        assert tensor.dtype == other[name].dtype and tensor.shape == other[name].shape
+        assert torch.equal(tensor.contiguous().view(torch.uint8), other[name].contiguous().view(torch.uint8)), name
+    empty = dict.fromkeys(one)
+    for field in a.__dataclass_fields__:
+        if field not in empty:
+            assert getattr(a, field) == getattr(b, field), field
+
+
+def changed(packet: Packet, **changes: Any) -> Packet:
+    return replace(packet, **changes)
+
+
+def tiny_tokenizer(*, vocab: int = 512, bos: bool = False, template: str | None = None) -> Any:
+    """A tokenizer whose tokens are words w3, w4, ... and single characters; `<s>` 1, `</s>` 2, `<pad>` 0.
+
+    Args:
+        vocab: its size.
+        bos: whether it puts `<s>` first by itself, as Llama's does.
+        template: a chat template.
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<pad>", "<s>", "</s>"]
+    words += [chr(code) for code in range(33, 127)]
+    words += ["[user]", "[assistant]", "[system]"]
+    words += [f"w{index}" for index in range(len(words), vocab)]
+    backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens(["<pad>", "<s>", "</s>"])
+    backend.add_tokens(["[user]", "[assistant]", "[system]"])
+    if bos:
+        backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="?"
+    )
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def random_text(words: int, seed: int, *, vocab: int = 512) -> str:
+    """`words` different words of the tiny tokenizer, one token each."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(100, vocab, (words,), generator=generator).tolist()
+    return " ".join(f"w{index}" for index in ids)
