@@ -59,8 +59,10 @@ def causal_lm(model: nn.Module) -> nn.Module:
 def base_model(model: nn.Module) -> nn.Module:
     """The decoder stack (the module that owns `layers` and `rotary_emb`) of a causal LM, bare or wrapped by PEFT."""
     inner = causal_lm(model)
-    stack = inner if hasattr(inner, "layers") else getattr(inner, getattr(inner, "base_model_prefix", ""), None)
-    if stack is None or not hasattr(stack, "layers"):
+    names = (getattr(inner, "base_model_prefix", ""), "model")  # Gemma 3 before transformers 5 names a prefix it has not
+    candidates = [inner, *(getattr(inner, name, None) for name in names if name)]
+    stack = next((module for module in candidates if hasattr(module, "layers")), None)
+    if stack is None:
         raise ValueError(
             f"model is {type(model).__name__}, in which no decoder layers were found; kvspeed supports "
             f"{_known()}: pass such a model, as AutoModelForCausalLM loads it"
