@@ -41,6 +41,7 @@ def prompt_kv(
     k: int | None = None,
     *,
     anchor_tokens: int = 1,
+    positions: torch.Tensor | None = None,
 ) -> PromptKV:
     """Run one prompt through the first `k` layers of `model` (all for None) and return its KV.
 
@@ -52,6 +53,7 @@ def prompt_kv(
         inputs_embeds: `[1, T, hidden]`.
         k: depth, 1 .. L; None: all layers.
         anchor_tokens: first tokens whose KV above k is returned too.
+        positions: int64 `[1, T]`, where the tokens stand; from 0 on for None.
 
     Raises:
         ValueError: not exactly one prompt of at least one token; a model in training mode (dropout would enter the KV).
@@ -75,7 +77,13 @@ def prompt_kv(
         values = ops.empty_huge(shape, weight.dtype, given[0].device)
         cache.set_storage(keys, values, 0)
         cache.begin_turn(tokens + 1)  # every token is prompt, and none of them the last one
-        base(input_ids=input_ids, inputs_embeds=inputs_embeds, use_cache=True, **{state.cache_name: cache})
+        base(
+            input_ids=input_ids,
+            inputs_embeds=inputs_embeds,
+            position_ids=positions,
+            use_cache=True,
+            **{state.cache_name: cache},
+        )
     if spec is None or anchor_tokens == 0:
         return PromptKV(keys, values, None, None)
     deep = cache.layers[spec.k :]
