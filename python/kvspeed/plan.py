@@ -8,8 +8,9 @@ them in this forward; their *keys* are those columns and what the cache keeps of
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ from kvspeed.rule import SpeedSpec
 if TYPE_CHECKING:
     from kvspeed.cache import KVCache, SegmentLayer
 
-__all__ = ["DeepPlan", "Plan", "labelled_rows", "plan_deep"]
+__all__ = ["DeepPlan", "Keys", "Plan", "labelled_rows", "plan_deep"]
 
 
 @dataclass
@@ -44,6 +45,20 @@ class Plan:
     all_layers: nn.ModuleList | None = None
 
 
+class Keys(NamedTuple):
+    """What the columns may look at.
+
+    Attributes:
+        slot: int64 `[B or 1, N]`.
+        seen: bool `[B or 1, N]`, False for keys that are no token (a short row's missing anchor, a duplicate).
+        answer: bool `[B or 1, N]`, True for tokens that later ones see: answers, a kept boundary token.
+    """
+
+    slot: torch.Tensor
+    seen: torch.Tensor
+    answer: torch.Tensor
+
+
 @dataclass
 class DeepPlan:
     """Which tokens run in the layers >= k in one forward, what they see, and what of them stays.
@@ -51,9 +66,8 @@ class DeepPlan:
     Attributes:
         spec: the depth and the rule.
         index: int64 `[B or 1, Q]`, the columns, as token indices within this forward.
-        key_slot: int64 `[B or 1, N]`, slots of the keys in storage order: kept ones first, then this forward's columns.
-        key_seen: bool `[B or 1, N]`, False for keys that are no token (a short row's missing anchor, a duplicate).
-        key_answer: bool `[N]` or `[B or 1, N]`, True for tokens that later ones see: answers, a kept boundary token.
+        keys: gives the `Keys` in storage order: kept ones first, then this forward's columns. Called for masks only: a
+            decode step needs none.
         padding: int64 `[B or 1, 1]`.
         query_slot: int64 `[B or 1, Q]`.
         plain: whether a single query sees every key, so that no mask is needed.
@@ -65,9 +79,7 @@ class DeepPlan:
 
     spec: SpeedSpec
     index: torch.Tensor
-    key_slot: torch.Tensor
-    key_seen: torch.Tensor
-    key_answer: torch.Tensor
+    keys: Callable[[], Keys]
     padding: torch.Tensor
     query_slot: torch.Tensor
     plain: bool
@@ -107,14 +119,17 @@ class DeepPlan:
         return self._masks[window]
 
     def _build_mask(self, window: int | None) -> torch.Tensor | None:
-        query, key = self.query_slot[:, :, None], self.key_slot[:, None, :]
+        if self.plain and window is None:
+            return None
+        keys = self.keys()
+        query, key = self.query_slot[:, :, None], keys.slot[:, None, :]
         near = query - key < window if window is not None else None
-        if self.plain and (near is None or bool(near.all())):
+        if self.plain and near is not None and bool(near.all()):
             return None
         seen = (key - self.padding[:, :, None]) < self.spec.anchor_tokens
         if self.spec.upper_attention == "causal":
-            seen = seen | self.key_answer[:, None, :]
-        seen = ((seen & (key <= query)) | (key == query)) & self.key_seen[:, None, :]
+            seen = seen | keys.answer[:, None, :]
+        seen = ((seen & (key <= query)) | (key == query)) & keys.seen[:, None, :]
         if near is not None:
             seen = seen & near
         # A row that is nothing but padding, or a column that repeats an anchor, would see nothing: softmax needs one key.
@@ -168,10 +183,14 @@ def _plan_uniform(spec: SpeedSpec, cache: KVCache | None, past: int, tokens: int
     stored = columns if keep or cache is None else anchors + answers + boundary
     kept = len(stored) if keep else len(stored) - len(boundary)
     old = cache.deep_slots if cache is not None else []
-    keys = old + stored
-    key_answer = torch.ones(1, len(keys), dtype=torch.bool)
-    if boundary and not keep:
-        key_answer[0, keys.index(boundary[0])] = False
+
+    def keys() -> Keys:
+        slots = torch.tensor([old + stored], dtype=torch.long)
+        answer = torch.ones_like(slots, dtype=torch.bool)
+        if boundary and not keep:
+            answer[slots == boundary[0]] = False
+        return Keys(slots, torch.ones_like(answer), answer)
+
     slots = torch.tensor([columns], dtype=torch.long)
     order = None
     if stored != columns:
@@ -179,9 +198,7 @@ def _plan_uniform(spec: SpeedSpec, cache: KVCache | None, past: int, tokens: int
     return DeepPlan(
         spec=spec,
         index=slots - past,
-        key_slot=torch.tensor([keys], dtype=torch.long),
-        key_seen=torch.ones(1, len(keys), dtype=torch.bool),
-        key_answer=key_answer,
+        keys=keys,
         padding=torch.zeros(1, 1, dtype=torch.long),
         query_slot=slots,
         plain=len(columns) == 1 and spec.upper_attention == "causal",
@@ -238,9 +255,7 @@ def _plan_padded(
     return DeepPlan(
         spec=spec,
         index=(column_slot - past).clamp(0, tokens - 1),
-        key_slot=key_slot,
-        key_seen=key_seen,
-        key_answer=key_answer,
+        keys=lambda: Keys(key_slot, key_seen, key_answer),
         padding=padding[:, None],
         query_slot=column_slot,
         plain=column_slot.shape[1] == 1 and spec.upper_attention == "causal" and bool(key_seen.all()),
@@ -291,9 +306,7 @@ def labelled_rows(
     plan = DeepPlan(
         spec=spec,
         index=index,
-        key_slot=query_slot,
-        key_seen=valid,
-        key_answer=kept.gather(1, index),
+        keys=lambda: Keys(query_slot, valid, kept.gather(1, index)),
         padding=padding,
         query_slot=query_slot,
         plain=False,
