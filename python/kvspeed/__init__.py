@@ -17,7 +17,7 @@ _EXPORTS = {
     "PacketAdapter": "kvspeed.packet",
     "Segment": "kvspeed.segment",
     "SpeedSpec": "kvspeed.rule",
-    "VerifyReport": "kvspeed.verify",
+    "VerifyReport": "kvspeed.gate",
     "assemble": "kvspeed.packet",
     "build_packet": "kvspeed.packet",
     "build_preamble": "kvspeed.packet",
@@ -25,7 +25,7 @@ _EXPORTS = {
     "patch_model": "kvspeed.patch",
     "speed_mask": "kvspeed.rule",
     "unpatch_model": "kvspeed.patch",
-    "verify": "kvspeed.verify",
+    "verify": "kvspeed.gate",
 }
 
 __all__ = ["__version__", "ops", *_EXPORTS]
@@ -36,9 +36,7 @@ def __getattr__(name: str) -> Any:
         return import_module("kvspeed.ops")
     if name not in _EXPORTS:
         raise AttributeError(f"module 'kvspeed' has no attribute {name!r}; it has {', '.join(sorted(__all__))}")
-    module = import_module(_EXPORTS[name])
-    # A submodule of the same name (kvspeed.verify) was set as an attribute by its import: the function replaces it.
-    value = globals()[name] = getattr(module, name)
+    value = globals()[name] = getattr(import_module(_EXPORTS[name]), name)
     return value
 
 
