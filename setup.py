@@ -1,0 +1,63 @@
+# Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
+"""Build `kvspeed._C` with CMake. Everything else is in pyproject.toml.
+
+KVSPEED_CUDA=AUTO|ON|OFF   CUDA kernels where nvcc is found (AUTO, the default), always, or never.
+KVSPEED_BUILD_TYPE         CMake build type, Release by default.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+
+
+def _tool(name: str, directory: str) -> str:
+    """The path of a build tool: from its pip package where that is importable, else from PATH."""
+    try:
+        return str(Path(getattr(importlib.import_module(name), directory)) / name)
+    except (ImportError, AttributeError):
+        found = shutil.which(name)
+        if found is None:
+            raise SystemExit(f"kvspeed needs {name} to build: pip install {name}") from None
+        return found
+
+
+class CMakeBuild(build_ext):
+    """Configure and build one CMake target, and let CMake put it where setuptools expects it."""
+
+    def build_extension(self, ext: Extension) -> None:
+        import pybind11
+
+        cuda = os.environ.get("KVSPEED_CUDA", "AUTO").upper()
+        if cuda not in ("AUTO", "ON", "OFF"):
+            raise SystemExit(f"KVSPEED_CUDA is {cuda!r}; it must be AUTO, ON or OFF")
+        target = Path(self.get_ext_fullpath(ext.name)).resolve()
+        build = (Path(self.build_temp) / "cmake").resolve()
+        build.mkdir(parents=True, exist_ok=True)
+        cmake = _tool("cmake", "CMAKE_BIN_DIR")
+        configure = [
+            cmake,
+            *("-S", str(ROOT), "-B", str(build), "-G", "Ninja"),
+            f"-DCMAKE_MAKE_PROGRAM={_tool('ninja', 'BIN_DIR')}",
+            f"-DCMAKE_BUILD_TYPE={os.environ.get('KVSPEED_BUILD_TYPE', 'Release')}",
+            f"-DKVSPEED_CUDA={cuda}",
+            f"-DKVSPEED_VERSION={self.distribution.get_version()}",
+            f"-DKVSPEED_EXTENSION_DIR={target.parent}",
+            f"-DKVSPEED_EXTENSION_NAME={target.name}",
+            f"-DPython_EXECUTABLE={sys.executable}",
+            f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
+        ]
+        subprocess.run(configure, check=True)
+        subprocess.run([cmake, "--build", str(build), "--target", "kvspeed_extension"], check=True)
+
+
+setup(ext_modules=[Extension("kvspeed._C", sources=[])], cmdclass={"build_ext": CMakeBuild})
