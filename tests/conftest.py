@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +15,15 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import tiny_models
 import torch
+
+
+@pytest.fixture(autouse=True)
+def fresh_seed() -> None:
+    """New random numbers in every test; pytest shows the seed of one that failed, and KVSPEED_TEST_SEED repeats it."""
+    seed = int(os.environ.get("KVSPEED_TEST_SEED", "0")) or random.SystemRandom().randrange(1, 2**31)
+    print(f"KVSPEED_TEST_SEED={seed}")
+    torch.manual_seed(seed)
+    random.seed(seed)
 
 
 @pytest.fixture(params=tiny_models.ARCHITECTURES)
@@ -53,7 +63,7 @@ def _smollm2_loaded(smollm2_dir: Path):
 
 @pytest.fixture
 def smollm2(_smollm2_loaded) -> Iterator[tuple[torch.nn.Module, object]]:
-    """(model, tokenizer): the real SmolLM2-135M-Instruct in float32, loaded once a session, unpatched after each test."""
+    """(model, tokenizer): the real SmolLM2-135M-Instruct in float32, loaded once a session, unpatched after a test."""
     model, tokenizer = _smollm2_loaded
     yield model, tokenizer
     from kvspeed import patch, unpatch_model
