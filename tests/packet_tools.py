@@ -121,3 +121,80 @@ def random_text(words: int, seed: int, *, vocab: int = 512) -> str:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(100, vocab, (words,), generator=generator).tolist()
     return " ".join(f"w{index}" for index in ids)
+
+
+# --- the oracle: one forward of the unpatched model, every layer with a mask of its own ---
+
+
+def block_ids(lengths: list[int]) -> torch.Tensor:
+    """int64 `[sum]`: the number of the block that each token is in."""
+    return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+
+
+def block_mask(lengths: list[int]) -> torch.Tensor:
+    """bool `[T, T]`: each block sees itself, the last one sees everything; causal."""
+    block = block_ids(lengths)
+    causal = torch.ones(len(block), len(block), dtype=torch.bool).tril()
+    return ((block[:, None] == block[None]) | (block == len(lengths) - 1)[:, None]) & causal
+
+
+@torch.no_grad()
+def masked_logits(
+    model: Any,
+    embeds: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    upper: tuple[int, torch.Tensor] | None = None,
+    first_position: int = 0,
+) -> torch.Tensor:
+    """Logits `[T, vocab]` of an unpatched model under exactly `mask`.
+
+    Args:
+        model: the unpatched model.
+        embeds: `[T, hidden]`, input embeddings.
+        mask: bool `[T, T]`; sliding windows of the model are added to it.
+        upper: `(k, mask)`: another mask for the layers from k on.
+        first_position: position of token 0.
+    """
+    layers, config = model.model.layers, model.config
+    position = torch.arange(len(embeds)) + first_position
+    near = position[:, None] - position[None] < (getattr(config, "sliding_window", None) or len(embeds) + 1)
+
+    def replace_mask(module: Any, args: Any, kwargs: Any) -> Any:
+        index = module.self_attn.layer_idx
+        seen = upper[1] if upper is not None and index >= upper[0] else mask
+        if (getattr(config, "layer_types", None) or ["full_attention"] * len(layers))[index] == "sliding_attention":
+            seen = seen & near
+        added = torch.zeros(seen.shape, dtype=embeds.dtype).masked_fill(~seen, torch.finfo(embeds.dtype).min)
+        return args, {**kwargs, "attention_mask": added[None, None]}
+
+    handles = [layer.register_forward_pre_hook(replace_mask, with_kwargs=True) for layer in layers]
+    try:
+        return model(inputs_embeds=embeds[None], position_ids=position[None], use_cache=False).logits[0]
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def embed(model: Any, ids: Any) -> torch.Tensor:
+    """Input embeddings `[T, hidden]` of a list of ids."""
+    return model.get_input_embeddings()(torch.as_tensor(list(ids), dtype=torch.long))
+
+
+def packet_embeds(model: Any, packet: Packet, adapter: Any = None) -> torch.Tensor:
+    """Input embeddings of a packet, soft tokens included."""
+    text = embed(model, packet.token_ids)
+    return adapter.wrap(text).detach() if adapter is not None and packet.adapter_fingerprint else text
+
+
+@torch.no_grad()
+def cached_logits(model: Any, cache: Any, question: Any, answer: Any) -> torch.Tensor:
+    """Logits `[question + answer, vocab]` of tokens that follow a cache: the question at once, the answer one by one."""
+    from kvspeed.models import base_model, cache_argument
+
+    name = cache_argument(base_model(model))
+    if hasattr(cache, "begin_turn"):
+        cache.begin_turn(cache.get_seq_length() + len(question))
+    pieces = [torch.tensor([list(question)])] + [torch.tensor([[token]]) for token in answer]
+    return torch.cat([model(input_ids=piece, use_cache=True, **{name: cache}).logits[0] for piece in pieces])

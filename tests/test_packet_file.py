@@ -349,7 +349,7 @@ def test_packet_refuses_wrong_parts():
         changed(packet, keys=packet.keys.clone().requires_grad_())
     with pytest.raises(ValueError, match="stride 1"):
         changed(packet, values=torch.randn(2, 2, 16, 5).transpose(2, 3))
-    with pytest.raises(ValueError, match="both or none|give both"):
+    with pytest.raises(ValueError, match="give both or none"):
         changed(packet, anchor_values=None)
     with pytest.raises(ValueError, match="only a packet with a depth"):
         random_packet(anchor_keys=packet.anchor_keys, anchor_values=packet.anchor_values)
