@@ -190,7 +190,7 @@ def packet_embeds(model: Any, packet: Packet, adapter: Any = None) -> torch.Tens
 
 @torch.no_grad()
 def cached_logits(model: Any, cache: Any, question: Any, answer: Any) -> torch.Tensor:
-    """Logits `[question + answer, vocab]` of tokens that follow a cache: the question at once, the answer one by one."""
+    """Logits `[question + answer, vocab]` of tokens after a cache: the question at once, the answer one by one."""
     from kvspeed.models import base_model, cache_argument
 
     name = cache_argument(base_model(model))

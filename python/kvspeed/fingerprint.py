@@ -249,7 +249,9 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_contiguous():
         return tensor.view(-1)[step // 2 :: step]
     # rows are enough of a spread, and take no copy of the whole matrix
-    row = tensor[(slice(None, None, max(tensor.shape[0] // _SAMPLES, 1)), *[0] * (tensor.ndim - 1))]
+    row = tensor[:: max(tensor.shape[0] // _SAMPLES, 1)]
+    while row.ndim > 1:
+        row = row.select(-1, 0)
     return row.reshape(-1)
 
 

@@ -101,7 +101,7 @@ class PacketAdapter(nn.Module):
         mean, std = embedding_statistics(model)
         adapter = cls(described.hidden_size, header, trailer, mean=mean, std=std, seed=seed, dtype=dtype)
         adapter.model = described
-        return adapter.to(causal_lm(model).get_input_embeddings().weight.device)
+        return adapter.to(input_embedding(model).weight.device)
 
     @property
     def hidden_size(self) -> int:
@@ -198,7 +198,7 @@ class PacketAdapter(nn.Module):
             raise TensorFileError(f"{Path(path)} is not a valid adapter file: {brief(error)}") from error
         if model is not None:
             adapter.check_model(model)
-            adapter.to(causal_lm(model).get_input_embeddings().weight.device)
+            adapter.to(input_embedding(model).weight.device)
         return adapter
 
     def _restore(self, header: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
@@ -221,9 +221,15 @@ class PacketAdapter(nn.Module):
         self.notes = header["notes"]
 
 
+def input_embedding(model: nn.Module) -> Any:
+    """The module that turns token ids into embeddings."""
+    inner: Any = causal_lm(model)
+    return inner.get_input_embeddings()
+
+
 def describe_model(model: nn.Module) -> AdapterModel:
     """What an adapter remembers of `model`."""
-    inner = causal_lm(model)
+    inner: Any = causal_lm(model)
     config: Any = inner.config
     vocab_size, hidden_size = inner.get_input_embeddings().weight.shape
     return AdapterModel(
@@ -242,7 +248,7 @@ def embedding_statistics(model: nn.Module) -> tuple[float, float]:
 
     The module's output is measured, not its weight: Gemma 3 scales inside the embedding.
     """
-    embedding = causal_lm(model).get_input_embeddings()
+    embedding = input_embedding(model)
     vocab = embedding.weight.shape[0]
     total = squares = 0.0
     count = 0

@@ -35,21 +35,21 @@ def assemble(
 ) -> KVCache:
     """A cache that holds [preamble][packet 1]...[packet N], for a prompt that goes on after them.
 
-    Each block comes straight from its packet and is moved by one rotation: in the kernel, on the query ("view"), or once
-    while it is copied ("copy"). Header and trailer tokens, and the places of removed tokens, count as positions. The
-    same packet may occur several times. Under SPEED the anchor is that of the first block.
+    Each block comes straight from its packet and is moved by one rotation: in the kernel, on the query ("view"), or
+    once while it is copied ("copy"). Header and trailer tokens, and the places of removed tokens, count as positions.
+    The same packet may occur several times. Under SPEED the anchor is that of the first block.
 
     Args:
         packets: in the order in which the model shall see them; may be empty.
         model: the model that made them, patched as it was then.
         preamble: the block before them (`build_preamble`), without soft tokens.
-        mode: "view": packets are read where they lie, nothing is copied, and the model must be patched when the cache is
-            used. "copy": one `rope_concat` writes all layers into storage of the cache's own, which any model may use.
+        mode: "view": packets are read where they lie, nothing is copied, and the model must be patched when the cache
+            is used. "copy": one `rope_concat` writes all layers into storage of the cache's own, for any model to use.
         capacity: token slots to allocate in all, packets included; the cache grows beyond them when it must. None: 256
             more than the packets take.
 
     Returns:
-        A `KVCache` whose `prefix_ids` are the tokens it holds, the pad id for soft tokens. Without any block it is empty.
+        A `KVCache` whose `prefix_ids` are the tokens it holds, the pad id for soft tokens. Without a block it is empty.
 
     Raises:
         TypeError: an argument is of another kind.
@@ -109,8 +109,8 @@ def _set_storage(
         raise ValueError("mode: 'copy' cannot hold packets with removed tokens yet: use mode='view'")
     if state_of(model) is None and float32_rope_buffers(base_model(model)):
         raise ValueError(
-            "this model's rotary frequencies were rounded by a cast (such as model.bfloat16()), so that it would not find "
-            "moved keys where they are: load it with dtype=..., or call kvspeed.patch_model, which repairs them"
+            "this model's rotary frequencies were rounded by a cast (such as model.bfloat16()), so that it would not "
+            "find moved keys where they are: load it with dtype=..., or call kvspeed.patch_model, which repairs them"
         )
     device = devices.pop()
     rope: RopeSpec = rope_of(model)

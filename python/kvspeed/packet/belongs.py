@@ -44,7 +44,8 @@ def check_blocks(packets: Iterable[Packet], preamble: Packet | None, model: nn.M
         return []
     if preamble is not None and preamble.adapter_fingerprint is not None:
         raise ValueError(
-            f"preamble: {preamble!r} is wrapped in soft tokens, and the preamble must not be: make it with build_preamble"
+            f"preamble: {preamble!r} is wrapped in soft tokens, and the preamble must not be: make it with "
+            "build_preamble"
         )
     target = _Target(model)
     for name, block in named:
@@ -77,9 +78,9 @@ class _Target:
             )
         if block.model_fingerprint != self.fingerprint:
             raise ValueError(
-                f"{what} was made with weights {block.model_fingerprint[:16]} of {block.model_name or 'a model'}, and the "
-                f"model {self.name} now has weights {self.fingerprint[:16]} (other weights, another adapter, a merge or a "
-                "cast): build it anew with this model"
+                f"{what} was made with weights {block.model_fingerprint[:16]} of {block.model_name or 'a model'}, and "
+                f"the model {self.name} now has weights {self.fingerprint[:16]} (other weights, another adapter, a "
+                "merge or a cast): build it anew with this model"
             )
         if block.k != self.k:
             raise ValueError(
@@ -102,8 +103,8 @@ def _check_one_adapter(documents: list[Packet]) -> None:
     for index, packet in enumerate(documents):
         if packet.adapter_fingerprint != documents[0].adapter_fingerprint:
             raise ValueError(
-                f"packet {index}: {packet!r} was built {_adapter(packet)}, and packet 0 {_adapter(documents[0])}: packets "
-                "that are used together must share one adapter"
+                f"packet {index}: {packet!r} was built {_adapter(packet)}, and packet 0 {_adapter(documents[0])}: "
+                "packets that are used together must share one adapter"
             )
 
 

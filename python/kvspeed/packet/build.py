@@ -78,8 +78,8 @@ def build_preamble(
     Args:
         model: as for `build_packet`.
         tokenizer: its tokenizer.
-        text_or_ids: None: what the chat template puts before the user's words. A string: the same, followed by this text
-            (instructions); without a template the text alone. Token ids (a sequence, or int tensor `[T]`): exactly
+        text_or_ids: None: what the chat template puts before the user's words. A string: the same, followed by this
+            text (instructions); without a template the text alone. Token ids (a sequence, or int tensor `[T]`): exactly
             these. In the first two cases BoS goes first where the tokenizer adds one by itself.
         k: as for `build_packet`.
         chat_template_kwargs: further arguments for the template.
@@ -94,8 +94,8 @@ def build_preamble(
         ids = preamble_ids(tokenizer, text)
         if not ids:
             raise ValueError(
-                "the tokenizer has neither a chat template nor a BoS token that it adds by itself, so there is no default "
-                "preamble: give its text or ids, or do without"
+                "the tokenizer has neither a chat template nor a BoS token that it adds by itself, so there is no "
+                "default preamble: give its text or ids, or do without"
             )
     else:
         ids = _given_ids(text_or_ids)
@@ -107,7 +107,7 @@ def build_preamble(
 def _build(
     model: nn.Module, ids: tuple[int, ...], text: str, adapter: PacketAdapter | None, depth: int | None
 ) -> Packet:
-    inner = causal_lm(model)
+    inner: Any = causal_lm(model)
     embedding = inner.get_input_embeddings()
     length = len(ids) + (adapter.tokens if adapter is not None else 0)
     limit = max_positions(model)

@@ -68,8 +68,9 @@ def _packet(header: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Packet:
     dtype = header["dtype"]
     if not isinstance(dtype, str) or _DTYPES.get(dtype) != tensors["keys"].dtype:
         raise ValueError(f"keys are {tensors['keys'].dtype}, the description says {dtype!r}")
-    values = {name: header[name] for name in _FIELDS}
+    values: dict[str, Any] = {name: header[name] for name in _FIELDS}
     if not isinstance(values["token_ids"], list):
         raise ValueError("token_ids: expected a list")
     values["token_ids"] = tuple(values["token_ids"])
-    return Packet(**values, **tensors)
+    values.update(tensors)
+    return Packet(**values)

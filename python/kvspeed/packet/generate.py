@@ -153,7 +153,8 @@ def _run(
     """Call the model's `generate`; returns int64 `[rows, prefix + question + new]`."""
     width = max(len(prompt.question) for prompt in prompts)
     pad = pad_id(model)
-    device = causal_lm(model).get_input_embeddings().weight.device
+    inner: Any = causal_lm(model)
+    device = inner.get_input_embeddings().weight.device
     ids = torch.tensor([prefix + [pad] * (width - len(p.question)) + list(p.question) for p in prompts], device=device)
     mask = torch.ones_like(ids)
     for row, prompt in enumerate(prompts):
@@ -228,8 +229,8 @@ def _check_room(model: nn.Module, prefix: int, width: int, new: int) -> None:
     limit = max_positions(model)
     if limit is not None and prefix + width + new > limit:
         raise ValueError(
-            f"preamble and packets ({prefix}), question ({width}) and max_new_tokens ({new}) need {prefix + width + new} "
-            f"positions, and the model has {limit}: use fewer packets or fewer new tokens"
+            f"preamble and packets ({prefix}), question ({width}) and max_new_tokens ({new}) need "
+            f"{prefix + width + new} positions, and the model has {limit}: use fewer packets or fewer new tokens"
         )
 
 

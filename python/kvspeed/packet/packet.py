@@ -117,7 +117,8 @@ class Packet:
         """The packet on `device`; itself where it is there already."""
         if torch.device(device) == self.device:
             return self
-        return replace(self, **{name: tensor.to(device) for name, tensor in self.tensors().items()})
+        moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self.tensors().items()}
+        return replace(self, **moved)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the packet to `path` (safetensors), atomically; see `kvspeed.packet.file`."""

@@ -46,9 +46,9 @@ def prompt_ids(
     Args:
         tokenizer: a transformers tokenizer.
         question: what is asked, in plain words; control tokens come from the chat template.
-        preamble: None: what the chat template puts before the user's words, or BoS where the tokenizer adds one and has
-            no template. A string: the same, followed by this text (instructions). A `Packet`: that block. False: nothing
-            before the packets and nothing after the question.
+        preamble: None: what the chat template puts before the user's words, or BoS where the tokenizer adds one and
+            has no template. A string: the same, followed by this text (instructions). A `Packet`: that block. False:
+            nothing before the packets and nothing after the question.
         separator: text between the last packet and the question.
         chat_template_kwargs: further arguments for the template, e.g. `{"enable_thinking": False}`.
 
@@ -93,8 +93,8 @@ def chat_parts(tokenizer: Any, chat_template_kwargs: dict[str, Any] | None = Non
     parts = text.split(_DOCUMENTS)
     if len(parts) != 2:
         raise ValueError(
-            f"the tokenizer's chat template shows the user's words {len(parts) - 1} times, so there is no place for the "
-            "packets: give preamble=False, and write the control tokens into the question yourself"
+            f"the tokenizer's chat template shows the user's words {len(parts) - 1} times, so there is no place for "
+            "the packets: give preamble=False, and write the control tokens into the question yourself"
         )
     return parts[0], parts[1]
 
@@ -122,8 +122,8 @@ def encode(tokenizer: Any, text: str, name: str) -> tuple[int, ...]:
         ids = tuple(int(token) for token in encoded["input_ids"])
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"tokenizer: {type(tokenizer).__name__} gave no list of input_ids for the {name}; a transformers tokenizer is "
-            "expected"
+            f"tokenizer: {type(tokenizer).__name__} gave no list of input_ids for the {name}; a transformers tokenizer "
+            "is expected"
         ) from error
     if not ids:
         raise ValueError(f"{name}: the tokenizer gave no tokens for {text[:40]!r}; give some text")

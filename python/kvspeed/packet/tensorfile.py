@@ -185,7 +185,7 @@ def _pieces(metadata: dict[str, str], tensors: dict[str, torch.Tensor]) -> Itera
     for name in order:
         tensor = tensors[name].detach().cpu().contiguous().view(-1)
         if tensor.numel():
-            yield memoryview(tensor.view(torch.uint8).numpy())
+            yield tensor.view(torch.uint8).numpy().data
 
 
 def _refuse_constant(name: str) -> Any:
