@@ -31,6 +31,21 @@ def _tool(name: str, directory: str) -> str:
         return found
 
 
+def _forget_moved_build(build: Path) -> None:
+    """Empty a build folder that was configured elsewhere: the tree was copied, or its interpreter or CMake is gone."""
+    cache = build / "CMakeCache.txt"
+    if not cache.is_file():
+        return
+    entries = dict(
+        line.split("=", 1) for line in cache.read_text(errors="replace").splitlines() if "=" in line and line[:1] != "#"
+    )
+    made_for = [entries.get("CMAKE_HOME_DIRECTORY:INTERNAL", ""), entries.get("CMAKE_CACHEFILE_DIR:INTERNAL", "")]
+    tools = [value for name, value in entries.items() if name.split(":")[0] in ("CMAKE_COMMAND", "CMAKE_MAKE_PROGRAM")]
+    if made_for != [str(ROOT), str(build)] or not all(Path(tool).exists() for tool in tools):
+        shutil.rmtree(build)
+        build.mkdir(parents=True)
+
+
 class CMakeBuild(build_ext):
     """Configure and build one CMake target, and let CMake put it where setuptools expects it."""
 
@@ -43,6 +58,7 @@ class CMakeBuild(build_ext):
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
         build = (Path(self.build_temp) / "cmake").resolve()
         build.mkdir(parents=True, exist_ok=True)
+        _forget_moved_build(build)
         cmake = _tool("cmake", "CMAKE_BIN_DIR")
         configure = [
             cmake,
