@@ -1,10 +1,10 @@
 # Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
 """`segment_attention` on plain CPU tensors.
 
-The op runs once a layer and decoding step, so the call itself must be cheap. `run` tries the arguments as they are
-(`_launch`), which tests them without preparing a message; where a test fails, `_normalise` checks everything again
-slowly, raises a precise error or brings the arguments to the plain form, and they are tried once more. Only `_launch`
-calls the compiled code, so nothing reaches it unchecked.
+The op runs once a layer and decoding step, so the call itself must be cheap. `_prepare` takes the arguments as they
+are, and tests them without preparing a message; where a test fails, `_normalise` checks everything again slowly,
+raises a precise error or brings the arguments to the plain form, and they are tried once more. Only what `_prepare`
+has passed reaches the compiled code.
 """
 
 from __future__ import annotations
@@ -29,15 +29,22 @@ _Result = Tensor | tuple[Tensor, Tensor]
 
 def run(*arguments: Any) -> _Result:
     """See `kvspeed.ops.segment_attention`; the arguments are the same, all positional."""
-    result = _launch(*arguments)
-    if result is None:
-        result = _launch(*_normalise(*arguments))
-        if result is None:
+    try:
+        prepared = _prepare(*arguments)
+    except RuntimeError:  # tensors without strides or memory: sparse, wrapped
+        prepared = None
+    if prepared is None:
+        arguments = _normalise(*arguments)  # under this name it keeps alive what the call points to
+        prepared = _prepare(*arguments)
+        if prepared is None:
             raise RuntimeError("segment_attention was given arguments that pass its checks but cannot be launched")
-    return result
+    call, out, lse = prepared
+    if out.numel():
+        _C.segment_attention(*call)
+    return out if lse is None else (out, lse)
 
 
-def _launch(
+def _prepare(
     query: Tensor,
     segments: Sequence[Segment],
     tail_key: Tensor,
@@ -52,8 +59,11 @@ def _launch(
     interleaved: bool,
     return_lse: bool,
     split_tokens: int | None,
-) -> _Result | None:
-    """Runs the kernel, or returns None where an argument is not in its plain form (which need not be an error)."""
+) -> tuple[tuple[Any, ...], Tensor, Tensor | None] | None:
+    """The compiled code's arguments, the output and the LSE; None where an argument is not in its plain form.
+
+    None need not mean an error: a numpy integer, say, takes the other way.
+    """
     if type(query) is not Tensor or not query.is_cpu or query.ndim != 4:
         return None
     dtype = query.dtype
@@ -136,33 +146,32 @@ def _launch(
         out = check.empty_like(query)
         out_stride = out.stride()
     lse = torch.empty((batch, heads, rows), dtype=torch.float32) if return_lse else None
-    if batch and heads and rows:
-        _C.segment_attention(
-            code,
-            batch,
-            heads,
-            heads_kv,
-            rows,
-            head_dim,
-            rotary_dim,
-            interleaved,
-            frequencies,
-            query_pointer,
-            query_stride[:3],
-            descriptors,
-            tail,
-            scale,
-            softcap,
-            window,
-            sink_pointer,
-            out.data_ptr(),
-            out_stride[:3],
-            0 if lse is None else lse.data_ptr(),
-            split_tokens,
-            torch.get_num_threads(),
-            isa_variable.get(),
-        )
-    return out if lse is None else (out, lse)
+    call = (
+        code,
+        batch,
+        heads,
+        heads_kv,
+        rows,
+        head_dim,
+        rotary_dim,
+        interleaved,
+        frequencies,
+        query_pointer,
+        query_stride[:3],
+        descriptors,
+        tail,
+        scale,
+        softcap,
+        window,
+        sink_pointer,
+        out.data_ptr(),
+        out_stride[:3],
+        0 if lse is None else lse.data_ptr(),
+        split_tokens,
+        torch.get_num_threads(),
+        isa_variable.get(),
+    )
+    return call, out, lse
 
 
 def _describe(
@@ -257,7 +266,7 @@ def _normalise(
     return_lse: bool,
     split_tokens: int | None,
 ) -> tuple[Any, ...]:
-    """Raises what is wrong with the arguments, or returns them in the form that `_launch` takes."""
+    """Raises what is wrong with the arguments, or returns them in the form that `_prepare` takes."""
     query = check.shape("query", check.tensor("query", query), (None,) * 4, "[B, H_q, S_q, D]")
     batch, heads, _, head_dim = query.shape
     if head_dim % 8 or not 8 <= head_dim <= _MAX_HEAD_DIM:
@@ -364,5 +373,5 @@ def _normalise_segment(name: str, segment: Any, dtype: torch.dtype, sizes: tuple
 
 
 def _unit_head_stride(tensor: Tensor) -> Tensor:
-    """An empty tensor may carry any stride along the head; the launch wants 1."""
+    """An empty tensor may carry any stride along the head; `_prepare` wants 1."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
