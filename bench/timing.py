@@ -146,7 +146,7 @@ def interleave(
 
     Args:
         functions: what to time, by name.
-        rounds: turns; more are added (up to four times as many) while a name has fewer than `rounds // 2` clean samples.
+        rounds: turns; up to four times as many while a name has fewer than `rounds // 2` clean samples.
         seconds: no further turn begins after this time.
         warmup: turns that are not counted.
         idle_wait: seconds to wait, at most, before a turn for other processes to be quiet.
