@@ -13,6 +13,7 @@ from kvspeed.hooks import PROMPT_END
 
 __all__ = ["generate"]
 
+_DYNAMIC = (None, "dynamic", "dynamic_full")  # cache kinds that a KVCache stands in for; the last is an assistant's in 4.57
 _MAX_RESERVE = 4096  # answer tokens; a cache grows beyond
 
 
@@ -36,7 +37,7 @@ def generate(self: Any, inputs: torch.Tensor | None = None, *args: Any, **kwargs
     if spec is not None:
         _check_kind(spec, "cache_implementation" in kwargs, kind, given)
     call = type(self).generate
-    if spec is None and (_foreign(given) or (given is None and (kind not in (None, "dynamic", "hybrid") or not use_cache))):
+    if spec is None and (_foreign(given) or (given is None and (kind not in (*_DYNAMIC, "hybrid") or not use_cache))):
         return call(self, inputs, *args, **kwargs)
     prompt_end, rows = _prompt(inputs, kwargs, given)
     if not use_cache and given is None:
@@ -54,13 +55,15 @@ def generate(self: Any, inputs: torch.Tensor | None = None, *args: Any, **kwargs
     if cache.has_tail and cache.max_batch_size == 1 and expand > 1:
         cache.batch_repeat_interleave(expand)
     kwargs[names[0] if names else state.cache_name] = cache
-    own = self.generation_config
-    hub_kind, own.cache_implementation = own.cache_implementation, None  # e.g. Gemma 2's "hybrid", which is ours to do
     kwargs.pop("cache_implementation", None)
+    if kind is not None:
+        kwargs["cache_implementation"] = None  # transformers refuses a kind beside a cache
     try:
         return call(self, inputs, *args, **kwargs)
-    finally:
-        own.cache_implementation = hub_kind
+    except BaseException:
+        if cache.plan is not None:  # an interrupt, after which torch runs no hooks
+            cache.end_forward(completed=False)
+        raise
 
 
 def _cache(model: Any, state: Any, given: Any) -> KVCache:
@@ -94,7 +97,7 @@ def _check_kind(spec: Any, asked: bool, kind: str | None, given: Any) -> None:
             f"generate under SPEED (k={spec.k}) was given {what}{filled}, which cannot hold different tokens in different "
             "layers; pass none, an empty DynamicCache, or the kvspeed.KVCache of an earlier turn"
         )
-    if kind not in (None, "dynamic") and not (kind == "hybrid" and not asked):
+    if kind not in _DYNAMIC and not (kind == "hybrid" and not asked):
         raise ValueError(
             f"cache_implementation is {kind!r}, and SPEED (k={spec.k}) supports only its own dynamic cache; leave it out"
         )
@@ -108,7 +111,7 @@ def _prompt(inputs: torch.Tensor | None, kwargs: dict[str, Any], cache: Any) -> 
     if mask is not None and mask.ndim == 2 and seen > 0:
         return mask.shape[1], mask.shape[0]  # ids may be the whole sequence or its new part; the mask covers it all
     if embeds is not None:
-        return embeds.shape[1] + (ids.shape[1] if ids is not None else 0), embeds.shape[0]
+        return embeds.shape[1], embeds.shape[0]  # ids beside them are for the logits processors alone
     if ids is not None:
         return ids.shape[1], ids.shape[0]
     return 1, 1  # transformers starts with BoS

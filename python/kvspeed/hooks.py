@@ -18,15 +18,30 @@ from transformers.cache_utils import Cache
 from kvspeed.cache import KVCache
 from kvspeed.plan import Plan, labelled_rows, plan_deep
 
-__all__ = ["PROMPT_END", "layer_pre_hook", "lm_pre_hook", "stack_post_hook", "stack_pre_hook"]
+__all__ = ["PROMPT_END", "DepthList", "layer_pre_hook", "lm_pre_hook", "stack_post_hook", "stack_pre_hook"]
 
 # Where the prompt ends in a `generate` that runs without a cache; with one, the cache knows.
 PROMPT_END: ContextVar[int | None] = ContextVar("kvspeed_prompt_end", default=None)
+
+# How many layers the forward that runs in this thread has work for; None: all.
+_DEPTH: ContextVar[int | None] = ContextVar("kvspeed_depth", default=None)
 
 _BARE = (
     "a model patched with k={k} of {n} layers was called without saying where the prompt ends; call model.generate, pass "
     "labels (-100 marks the prompt), or call begin_turn(prompt_length) on a kvspeed.KVCache and pass that"
 )
+
+
+class DepthList(nn.ModuleList):
+    """The decoder layers of a model under SPEED. A slice, which is how every known decoder walks its layers, ends at the
+    depth that the running forward needs, so that a chunk of a prompt without deep columns never enters the layers >= k
+    (attention modules cannot take zero tokens). Nothing shared is changed: other threads see all layers."""
+
+    def __getitem__(self, index: Any) -> Any:
+        depth = _DEPTH.get()
+        if isinstance(index, slice) and depth is not None:
+            return nn.ModuleList(list(self._modules.values())[:depth][index])
+        return super().__getitem__(index)
 
 
 def lm_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -57,6 +72,7 @@ def lm_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 def stack_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Plan the forward of the decoder stack."""
     state: Any = module._kvspeed
+    _DEPTH.set(None)
     kwargs = _as_keywords(module, args, kwargs)
     if kwargs.get("kvspeed_plan") is not None:
         return (), kwargs
@@ -86,9 +102,8 @@ def stack_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     plan = Plan(cache=cache, past=past, first=first, kernels=plain and not wants_weights)
     if state.spec is not None:
         plan.deep = plan_deep(state.spec, cache, past, tokens.shape[1], prompt_end, padding)
-        if plan.deep.columns == 0:  # attention modules cannot take zero tokens, so the deep layers are left out
-            layers: Any = module.layers
-            plan.all_layers, module.layers = layers, layers[: state.spec.k]
+        if plan.deep.columns == 0:
+            _DEPTH.set(state.spec.k)
     if cache is not None:
         cache.padding = padding
         cache.start_forward(plan)
@@ -98,9 +113,7 @@ def stack_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 def stack_post_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """Make the forward's KV count, or forget it when the forward failed."""
-    plan: Plan | None = kwargs.get("kvspeed_plan")
-    if plan is not None and plan.all_layers is not None:
-        module.layers = plan.all_layers
+    _DEPTH.set(None)
     cache = kwargs.get(module._kvspeed.cache_name)  # type: ignore[union-attr, arg-type]
     if isinstance(cache, KVCache) and cache.plan is not None:
         cache.end_forward(completed=output is not None)

@@ -122,6 +122,8 @@ def unpatch_model(model: nn.Module) -> nn.Module:
     inner, base = causal_lm(model), base_model(model)
     for handle in state.handles:
         handle.remove()
+    if isinstance(base.layers, hooks.DepthList):
+        base.layers.__class__ = nn.ModuleList
     for module in attention_modules(model):
         module.config = state.config
     for module, name, buffer in state.rounded:
@@ -190,6 +192,7 @@ def _install(model: nn.Module, state: PatchState) -> None:
     add(base.register_forward_pre_hook(hooks.stack_pre_hook, with_kwargs=True))
     add(base.register_forward_hook(hooks.stack_post_hook, with_kwargs=True, always_call=True))
     if state.spec is not None:
+        base.layers.__class__ = hooks.DepthList  # type: ignore[union-attr]
         for layer in list(base.layers)[state.spec.k :]:  # type: ignore[arg-type]
             add(layer.register_forward_pre_hook(hooks.layer_pre_hook, with_kwargs=True))
         if inner is not base:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import nn
 
 from kvspeed.rule import SpeedSpec
 
@@ -33,8 +32,6 @@ class Plan:
         first: int32 `[B]`, left padding of each row counted in tail slots; None where no row is padded.
         kernels: whether `ops.segment_attention` may serve this forward (no gradients, no dropout, no weights wanted).
         deep: what layers >= k do; None where every layer takes every token.
-        all_layers: the stack's layers while a forward runs without the deep ones (a chunk of a prompt that has nothing
-            to do there), else None.
     """
 
     cache: KVCache | None
@@ -42,7 +39,6 @@ class Plan:
     first: torch.Tensor | None
     kernels: bool
     deep: DeepPlan | None = None
-    all_layers: nn.ModuleList | None = None
 
 
 class Keys(NamedTuple):
