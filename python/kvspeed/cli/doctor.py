@@ -1,0 +1,166 @@
+# Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
+"""`kvspeed doctor`: what is installed, what the machine offers, and whether the kernels compute the right thing."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from dataclasses import asdict
+from importlib import metadata
+from typing import Annotated, Any
+
+import typer
+
+from kvspeed.cli.common import Debug, guarded, progress, stdout
+
+_PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "gguf", "peft", "numpy", "typer", "rich")
+
+
+@guarded
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Show versions, backend and devices, and check every kernel against a float64 oracle. Exit code 1 on a failure."""
+    report = _report()
+    if as_json:
+        print(json.dumps(report, indent=2))
+    else:
+        _print(report)
+    if not report["ok"]:
+        raise typer.Exit(1)
+
+
+def _report() -> dict[str, Any]:
+    import torch
+
+    report: dict[str, Any] = {
+        "versions": _versions(),
+        "platform": platform.platform(),
+        "cpu": {
+            "name": _cpu_name(),
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
+            "openmp": torch.backends.openmp.is_available(),
+        },
+        "devices": _devices(),
+        "build": None,
+        "checks": [],
+        "ok": False,
+    }
+    try:
+        from kvspeed import _C, ops  # type: ignore[attr-defined]
+        from kvspeed.eval.selfcheck import CHECKS, DTYPES, run_checks
+    except ImportError as error:
+        report["fault"] = str(error)
+        return report
+    build = _C.build_info()
+    report["build"] = {
+        "backend": "cuda and cpu" if build.get("cuda") else "cpu",
+        "compiler": build.get("compiler"),
+        "instruction_sets_built": list(build.get("isas", [])),
+        "instruction_sets_available": ops.cpu_isas(),
+        "instruction_set_in_use": ops.current_isa(),
+        "cuda_architectures": [str(arch) for arch in build.get("cuda_archs", [])],
+    }
+    with progress("checking kernels", len(CHECKS) * len(DTYPES) * len(ops.cpu_isas())) as advance:
+        for check in run_checks():
+            report["checks"].append({**asdict(check), "ok": check.ok})
+            advance(check.kernel)
+    report["ok"] = bool(report["checks"]) and all(check["ok"] for check in report["checks"])
+    return report
+
+
+def _versions() -> dict[str, str | None]:
+    from kvspeed import __version__
+
+    found: dict[str, str | None] = {"kvspeed": __version__, "python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                if line.lower().startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _devices() -> list[dict[str, Any]]:
+    """CUDA devices as torch sees them; none, without a word, on a machine or torch without CUDA."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    found = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        architecture = f"sm_{properties.major}{properties.minor}"
+        found.append({"name": properties.name, "architecture": architecture, "memory_bytes": properties.total_memory})
+    return found
+
+
+def _print(report: dict[str, Any]) -> None:
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = stdout()
+    for title, value in _lines(report):
+        console.print(f"[bold]{title:<18}[/bold] {escape(value)}", soft_wrap=True)
+    if report.get("fault"):
+        console.print(f"[red]FAILED[/red] the kernels cannot be loaded: {escape(report['fault'])}")
+        return
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+    for title in ("kernel", "instruction set", "dtype"):
+        table.add_column(title)
+    for title in ("error", "allowed"):
+        table.add_column(title, justify="right")
+    table.add_column("")
+    for check in report["checks"]:
+        mark = "[green]ok[/green]" if check["ok"] else f"[red]FAILED[/red] {escape(check['fault'])}"
+        numbers = (f"{check['error']:.1e}", f"{check['tolerance']:.1e}")
+        table.add_row(check["kernel"], check["isa"], check["dtype"], *numbers, mark)
+    console.print(table)
+    failed = sum(not check["ok"] for check in report["checks"])
+    console.print(
+        f"[red]{failed} of {len(report['checks'])} checks FAILED[/red]"
+        if failed
+        else f"[green]all {len(report['checks'])} checks passed[/green] (error: largest difference from float64, "
+        "relative to the largest value; values and unmoved keys bit for bit)"
+    )
+
+
+def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
+    cpu, build = report["cpu"], report["build"]
+    versions = ", ".join(f"{name} {version or 'missing'}" for name, version in report["versions"].items())
+    lines = [("versions", versions), ("platform", report["platform"])]
+    openmp = "OpenMP" if cpu["openmp"] else "no OpenMP"
+    threads = f"{cpu['threads']} threads ({openmp}, OMP_NUM_THREADS {cpu['omp_num_threads'] or 'not set'})"
+    lines.append(("processor", f"{cpu['name']}, {cpu['cores']} cores, {threads}"))
+    if build:
+        lines += [
+            ("backend", f"{build['backend']}, compiler {build['compiler']}"),
+            ("instruction set", f"{build['instruction_set_in_use']} in use; {_sets(build)}"),
+            ("CUDA architectures", ", ".join(build["cuda_architectures"]) or "none built"),
+        ]
+    devices = [f"{one['name']} ({one['architecture']})" for one in report["devices"]]
+    lines.append(("CUDA devices", ", ".join(devices) or "none"))
+    return lines
+
+
+def _sets(build: dict[str, Any]) -> str:
+    return (
+        f"available here: {', '.join(build['instruction_sets_available'])}; "
+        f"built: {', '.join(build['instruction_sets_built'])}"
+    )

@@ -1,0 +1,113 @@
+# Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
+"""`kvspeed pack`: text files in, packets out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvspeed.cli.common import Debug, DType, Fault, ModelName, guarded, load_model, progress, stdout
+from kvspeed.cli.texts import TextFile, read_texts
+
+if TYPE_CHECKING:
+    from kvspeed.packet import Packet, PacketAdapter
+
+
+@guarded
+def pack(
+    files: Annotated[list[Path], typer.Argument(help="Text files in UTF-8, one packet each.", show_default=False)],
+    out: Annotated[Path, typer.Option("--out", help="Folder for the packets; made where it is missing.")],
+    model: ModelName = None,
+    k: Annotated[
+        int | None,
+        typer.Option("--k", help="Layers to compute and store (SPEED); the model is then asked at the same k."),
+    ] = None,
+    adapter: Annotated[Path | None, typer.Option("--adapter", help="Trained soft tokens (PacketAdapter.save).")] = None,
+    dtype: DType = None,
+    debug: Debug = False,
+) -> None:
+    """Compute the keys and values of text files once and store them as packets, for `kvspeed ask`.
+
+    Packets that are there already and belong to the model are kept, so an interrupted run can be repeated. All inputs
+    are checked before the first packet is written, and each packet appears under its name only when it is complete.
+    """
+    texts = read_texts(files)
+    if out.exists() and not out.is_dir():
+        raise Fault(f"--out: {out} is a file; give a folder")
+    network, tokenizer, name = load_model(model, dtype)
+    job = _Job(network, tokenizer, k, adapter)
+    for text in texts:
+        job.check(text)
+    out.mkdir(parents=True, exist_ok=True)
+    lines = []
+    with progress(f"packing with {name}", len(texts)) as advance:
+        for text in texts:
+            target = out / text.packet_name
+            packet, kept = job.run(text, target)
+            state = "kept" if kept else "written"
+            lines.append(f"{state}  {target}  {packet.length} tokens, {packet.kv_bytes / 2**20:.1f} MiB")
+            advance(text.path.name)
+    for line in lines:
+        stdout().print(line, soft_wrap=True, markup=False)
+
+
+class _Job:
+    """A model, the depth and the adapter that all packets of a run share.
+
+    Raises:
+        Fault, ValueError, TypeError: k or the adapter does not fit the model, or the model is not supported.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, k: int | None, adapter: Path | None) -> None:
+        from kvspeed import patch_model
+        from kvspeed.packet import PacketAdapter
+
+        patch_model(model, k)
+        self.model, self.tokenizer = model, tokenizer
+        self.adapter: PacketAdapter | None = None
+        if adapter is not None:
+            if not adapter.is_file():
+                raise Fault(f"--adapter: {adapter} is not a file; give what PacketAdapter.save wrote")
+            self.adapter = PacketAdapter.load(adapter, model)
+
+    def check(self, text: TextFile) -> None:
+        """Refuses a text that is longer than the model."""
+        from kvspeed.eval.compare import document_text
+        from kvspeed.packet.build import max_positions
+        from kvspeed.packet.prompt import encode
+
+        length = len(encode(self.tokenizer, document_text(text.text), "text"))
+        length += self.adapter.tokens if self.adapter is not None else 0
+        limit = max_positions(self.model)
+        if limit is not None and length > limit:
+            raise Fault(
+                f"{text.path} is {length} tokens long and the model has {limit} positions: split it into several files"
+            )
+
+    def run(self, text: TextFile, target: Path) -> tuple[Packet, bool]:
+        """(packet, True where `target` held it already)."""
+        from kvspeed.eval.compare import document_text
+        from kvspeed.packet import build_packet
+
+        document = document_text(text.text)
+        kept = self._existing(target, document)
+        if kept is not None:
+            return kept, True
+        packet = build_packet(self.model, self.tokenizer, document, self.adapter)
+        packet.save(target)
+        return packet, False
+
+    def _existing(self, target: Path, document: str) -> Packet | None:
+        """The packet at `target` if it is whole, of this very text, and belongs to model, depth and adapter."""
+        from kvspeed.packet import Packet, TensorFileError
+        from kvspeed.packet.belongs import check_blocks
+
+        try:
+            packet = Packet.load(target)
+            check_blocks([packet], None, self.model)
+        except (FileNotFoundError, TensorFileError, ValueError):
+            return None
+        adapter = self.adapter.fingerprint() if self.adapter is not None and self.adapter.tokens else None
+        return packet if packet.text == document and packet.adapter_fingerprint == adapter else None
