@@ -57,11 +57,11 @@ def attention_forward(
         if plan.deep is not None and index >= plan.deep.spec.k:
             out = _deep(plan.deep, query, key, value, scale, softcap, window, dropout, plan.kernels)
             return out.transpose(1, 2).contiguous(), None
-        segments = plan.cache.layers[index].segments if plan.cache is not None else []
+        segments = plan.cache.layers[index].segments if plan.cache is not None else None
         few = query.shape[2] <= _MAX_KERNEL_QUERIES and (plan.past > 0 or query.shape[2] == 1)
         if plan.cache is not None and (segments or (few and plan.kernels and _covered(query))):
             inv_freq = module._kvspeed.inv_freq(index) if segments else None  # type: ignore[union-attr, operator]
-            out = _segments(plan, query, key, value, segments, inv_freq, scale, softcap, window)
+            out = _segments(plan, index, query, key, value, inv_freq, scale, softcap, window)
             return out.transpose(1, 2).contiguous(), None
     own = _own_attention(module)
     return own(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
@@ -81,43 +81,52 @@ def _covered(query: torch.Tensor) -> bool:
 
 def _segments(
     plan: Plan,
+    index: int,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    segments: list[Segment],
     inv_freq: torch.Tensor | None,
     scale: float,
     softcap: float,
     window: int | None,
 ) -> torch.Tensor:
     assert plan.cache is not None
-    prefix = plan.cache.layers[0].prefix
-    copied = plan.cache.assembled - prefix
-    if copied and plan.first is not None:  # packets were copied to the tail's front; the rows' padding comes after them
+    layer = plan.cache.layers[index]
+    segments, start, first = layer.segments, layer.prefix + layer.start, plan.first
+    copied = plan.cache.assembled - layer.prefix
+    if copied and first is not None:  # packets were copied to the tail's front; the rows' padding comes after them
         segments = [Segment(key[:, :, :copied], value[:, :, :copied])]
-        key, value, prefix = key[:, :, copied:], value[:, :, copied:], copied
+        key, value, start = key[:, :, copied:], value[:, :, copied:], copied
+    if first is not None and layer.start:
+        first = (first - layer.start).clamp_min(0)
     common = {"inv_freq": inv_freq, "scale": scale, "softcap": softcap, "window": window}
-    if window is None or plan.first is None or not segments:
-        return ops.segment_attention(
-            query, segments, key, value, tail_start=prefix, tail_first=plan.first, **common
-        )
+    if window is None or first is None or not segments:
+        return ops.segment_attention(query, segments, key, value, tail_start=start, tail_first=first, **common)
     # Padding lies between the segments and the row's first token, so distances to the segments differ by row.
     rows = []
-    for row, skip in enumerate(plan.first.tolist()):
+    for row, skip in enumerate(first.tolist()):
         skip = min(skip, key.shape[2])
         new = min(query.shape[2], key.shape[2] - skip)
         out = torch.zeros_like(query[row : row + 1])
         if new > 0:
             out[:, :, query.shape[2] - new :] = ops.segment_attention(
                 query[row : row + 1, :, query.shape[2] - new :],
-                segments,
+                [_one_row(segment, row) for segment in segments],
                 key[row : row + 1, :, skip:],
                 value[row : row + 1, :, skip:],
-                tail_start=prefix,
+                tail_start=start,
                 **common,
             )
         rows.append(out)
     return torch.cat(rows)
+
+
+def _one_row(segment: Segment, row: int) -> Segment:
+    if segment.key.ndim == 3:
+        return segment
+    first = None if segment.first is None else segment.first[row : row + 1]
+    rows = slice(row, row + 1)
+    return Segment(segment.key[rows], segment.value[rows], segment.offset, start=segment.start, first=first)
 
 
 def _deep(

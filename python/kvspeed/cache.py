@@ -20,23 +20,29 @@ from kvspeed.segment import Segment
 __all__ = ["KVCache", "SegmentLayer"]
 
 _GROWTH = 256  # tokens: the least by which a full tail grows
+_ROLLBACK = 64  # tokens that a sliding layer keeps beyond its window, for assisted decoding to take back
 
 
 class SegmentLayer(CacheLayerMixin):
-    """The KV of one layer: `segments` (shared, never written) and a tail `[B, H_kv, capacity, D]`."""
+    """The KV of one layer: `segments` (shared, never written) and a tail `[B, H_kv, capacity, D]`.
+
+    With a `window` the layer forgets tokens that no later query can see; `start` of them are gone from the tail's front.
+    """
 
     is_compileable = False
     is_croppable = True
-    is_sliding = False
     supports_early_init = False
 
-    def __init__(self, capacity: int = 0) -> None:
+    def __init__(self, capacity: int = 0, window: int | None = None) -> None:
         self._key: torch.Tensor | None = None
         self._value: torch.Tensor | None = None
         self.segments: list[Segment] = []
         self.prefix = 0  # positions that the segments cover
+        self.start = 0  # tokens that were forgotten before them
         self.length = 0  # tokens in the tail
         self.capacity = capacity
+        self.window = window
+        self.is_sliding = window is not None
         self.is_initialized = False
 
     def __repr__(self) -> str:
@@ -62,23 +68,57 @@ class SegmentLayer(CacheLayerMixin):
     def adopt(self, key: torch.Tensor, value: torch.Tensor, length: int) -> None:
         """Take `key`, `value` `[B, H_kv, capacity, D]` as the tail's storage; the first `length` tokens are filled."""
         self._key, self._value, self.length, self.capacity = key, value, length, key.shape[2]
+        self.window, self.is_sliding = None, False  # all layers share the storage: forgetting would free nothing
         self.dtype, self.device, self.is_initialized = key.dtype, key.device, True
 
     def reserve(self, capacity: int) -> None:
         """Make room for `capacity` tail tokens, so that later appends do not move what is there."""
+        if self.window is not None:
+            capacity = min(capacity, 2 * self._keep())
         self.capacity = max(self.capacity, capacity)
         if self._key is not None and self._value is not None and self._key.shape[2] < self.capacity:
-            self._key = _moved(self._key, self.length, self.capacity)
-            self._value = _moved(self._value, self.length, self.capacity)
+            self._key = _moved(self._key, 0, self.length, self.capacity)
+            self._value = _moved(self._value, 0, self.length, self.capacity)
+
+    def forget(self) -> None:
+        """Drop what lies before the window, now and then: each call that does moves one window of tokens."""
+        if self.window is None or self._key is None or self._value is None or self.length < 2 * self._keep():
+            return
+        dropped = self.length - self._keep()
+        self.capacity = 2 * self._keep()
+        self._key = _moved(self._key, dropped, self._keep(), self.capacity)
+        self._value = _moved(self._value, dropped, self._keep(), self.capacity)
+        self.start, self.length = self.start + dropped, self._keep()
+
+    def check_crop(self, target: int) -> None:
+        """Raise where going back to `target` positions would need tokens that are gone."""
+        if target < self.prefix:
+            raise ValueError(f"cannot crop to {target} tokens: the first {self.prefix} lie in shared packets")
+        kept = target - self.prefix - self.start
+        if self.start > 0 and self.window is not None and kept < self.window - 1:
+            raise ValueError(
+                f"cannot crop to {target} tokens: a sliding-window layer has forgotten its first {self.start}; crop at most "
+                f"{max(0, self.length - self.window + 1)} tokens"
+            )
+
+    def crop(self, target: int) -> None:
+        """Keep the first `target` positions."""
+        self.length = min(self.length, target - self.prefix - self.start)
+
+    def _keep(self) -> int:
+        assert self.window is not None
+        return self.window - 1 + _ROLLBACK
 
     def write(self, key: torch.Tensor, value: torch.Tensor, at: int) -> None:
         """Write `[B, H_kv, n, D]` at tail token `at` without changing `length`."""
         if self._key is None or self._value is None:
             self.lazy_initialization(key, value)
         end = at + key.shape[2]
-        if end > self._key.shape[2]:  # type: ignore[union-attr]
-            self.reserve(max(end + _GROWTH, end + end // 4))
         assert self._key is not None and self._value is not None
+        if end > self._key.shape[2]:
+            self.capacity = max(end + _GROWTH, end + end // 4)
+            self._key = _moved(self._key, 0, self.length, self.capacity)
+            self._value = _moved(self._value, 0, self.length, self.capacity)
         if self._key.shape[0] == 1 and key.shape[0] > 1:  # one assembled prompt, a batch of questions
             self.map_rows(torch.zeros(key.shape[0], dtype=torch.long))
         if key.shape[0] != self._key.shape[0]:
@@ -97,16 +137,18 @@ class SegmentLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.forget()
         self.write(key_states, value_states, self.length)
         self.length += key_states.shape[2]
         return self.view(self.length)
 
     def get_seq_length(self) -> int:
-        return self.prefix + self.length
+        return self.prefix + self.start + self.length
 
     def get_mask_sizes(self, query_length: int | torch.Tensor) -> tuple[int, int]:
         count = query_length if isinstance(query_length, int) else query_length.shape[0]  # 4.57: cache_position
-        return self.get_seq_length() + count, 0
+        self.forget()  # `update` would, after the mask was made
+        return self.prefix + self.length + count, self.start
 
     def get_max_length(self) -> int:
         return -1
@@ -114,7 +156,7 @@ class SegmentLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # its name before transformers 5
 
     def reset(self) -> None:
-        self.segments, self.prefix, self.length = [], 0, 0
+        self.segments, self.prefix, self.start, self.length = [], 0, 0, 0
 
     def map_rows(self, rows: torch.Tensor) -> None:
         """Replace the batch by `rows` of it (int64 `[B']`); the segments are shared and stay."""
@@ -137,7 +179,7 @@ class KVCache(DynamicCache):
     """
 
     def __init__(self, config: Any, *, capacity: int | None = None, spec: SpeedSpec | None = None) -> None:
-        layers = [SegmentLayer(capacity or 0) for _ in range(config.num_hidden_layers)]
+        layers = [SegmentLayer(capacity or 0, window) for window in _windows(config)]
         Cache.__init__(self, layers=layers)
         self.num_layers = len(layers)
         self._clear()
@@ -230,6 +272,8 @@ class KVCache(DynamicCache):
 
     def start_forward(self, plan: Any) -> None:
         """A patched model's forward begins: `plan` says what it appends."""
+        for layer in self._layers()[: self.depth]:
+            layer.forget()  # now, so that going back is a matter of lengths
         self.plan, self._before = plan, [layer.length for layer in self._layers()]
 
     def end_forward(self, completed: bool) -> None:
@@ -237,8 +281,11 @@ class KVCache(DynamicCache):
         if not completed:
             for layer, length in zip(self._layers(), self._before, strict=True):
                 layer.length = length
-        elif self.plan.deep is not None:
-            self.deep_slots.extend(self.plan.deep.new_slots)
+        else:
+            for layer in self._layers()[: self.depth]:
+                layer.forget()
+            if self.plan.deep is not None:
+                self.deep_slots.extend(self.plan.deep.new_slots)
         self.plan = None
 
     # ---- transformers' Cache interface --------------------------------------------------------------------------------
@@ -274,11 +321,10 @@ class KVCache(DynamicCache):
         target = seen + max_length if max_length <= 0 else max_length
         if target >= seen:
             return
-        prefix = self._layers()[0].prefix
-        if target < prefix:
-            raise ValueError(f"cannot crop to {target} tokens: the first {prefix} lie in shared packets")
         for layer in self._layers()[: self.depth]:
-            layer.length = target - prefix
+            layer.check_crop(target)
+        for layer in self._layers()[: self.depth]:
+            layer.crop(target)
         self._keep_deep([slot for slot in self.deep_slots if slot < target])
 
     def reset(self) -> None:
@@ -369,10 +415,20 @@ def _empty(like: torch.Tensor, tokens: int) -> torch.Tensor:
     return ops.empty_huge((like.shape[0], like.shape[1], tokens, like.shape[3]), like.dtype, like.device)
 
 
-def _moved(old: torch.Tensor, length: int, capacity: int) -> torch.Tensor:
+def _moved(old: torch.Tensor, begin: int, length: int, capacity: int) -> torch.Tensor:
+    """Tokens `begin` to `begin + length` of `old`, at the front of storage for `capacity` tokens."""
     new = _empty(old, capacity)
-    new[:, :, :length] = old[:, :, :length]
+    new[:, :, :length] = old[:, :, begin : begin + length]
     return new
+
+
+def _windows(config: Any) -> list[int | None]:
+    """The sliding window of each layer, None for full attention; as transformers reads the config."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * (
+        config.num_hidden_layers
+    )
+    return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
 def _rows(old: torch.Tensor, length: int, rows: torch.Tensor) -> torch.Tensor:
