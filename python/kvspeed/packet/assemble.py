@@ -20,7 +20,7 @@ from kvspeed.patch import state_of
 from kvspeed.rope import RopeSpec, float32_rope_buffers
 from kvspeed.segment import Segment
 
-__all__ = ["assemble"]
+__all__ = ["assemble", "lay_out"]
 
 _SPARE = 256  # tokens of room after the packets where the caller names no capacity
 
@@ -56,11 +56,15 @@ def assemble(
         ValueError: a packet does not belong to the model, its depth, or the other packets (both sides are named); the
             model's positions do not suffice; or `mode` cannot serve these packets.
     """
+    blocks = check_blocks(packets, preamble, model)
+    return lay_out(blocks, model, mode, _slots(capacity, sum(block.length for block in blocks), model))
+
+
+def lay_out(blocks: list[Packet], model: nn.Module, mode: str, slots: int) -> KVCache:
+    """`assemble` for blocks that were checked (`check_blocks`), with room for `slots` tokens in all."""
     if mode not in ("view", "copy"):
         raise ValueError(f'mode: expected "view" or "copy", got {mode!r}')
-    blocks = check_blocks(packets, preamble, model)
     length = sum(block.length for block in blocks)
-    slots = _slots(capacity, length, model)
     state = state_of(model)
     spec = state.spec if state is not None else None
     cache = KVCache(base_model(model).config, capacity=slots - (length if mode == "view" else 0), spec=spec)

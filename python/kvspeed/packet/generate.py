@@ -16,7 +16,8 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from kvspeed.cache import KVCache
 from kvspeed.fingerprint import model_fingerprint
 from kvspeed.models import base_model, causal_lm
-from kvspeed.packet.assemble import assemble, pad_id
+from kvspeed.packet.assemble import lay_out, pad_id
+from kvspeed.packet.belongs import check_blocks
 from kvspeed.packet.build import build_preamble, evaluating, max_positions
 from kvspeed.packet.packet import Packet
 from kvspeed.packet.prompt import Preamble, PromptIds, prompt_ids
@@ -118,11 +119,11 @@ def generate(
     with patched(model), evaluating(model):
         head = _preamble(model, tokenizer, preamble, prompts[0], chat_template_kwargs)
         width = max(len(prompt.question) for prompt in prompts)
-        documents = list(packets) if not isinstance(packets, Packet) else packets
-        cache = assemble(documents, model=model, preamble=head, mode=mode, capacity=None)
+        blocks = check_blocks(packets, head, model)
+        total = sum(block.length for block in blocks) + width + max_new_tokens
+        _check_room(model, total, width, max_new_tokens)
+        cache = lay_out(blocks, model, mode, total)
         prefix = cache.prefix_ids or []
-        _check_room(model, len(prefix), width, max_new_tokens)
-        cache.reserve(len(prefix) + width + max_new_tokens, max_new_tokens)
         assembled = time.perf_counter()
         clock = _Clock()
         output = _run(model, cache, prompts, prefix, max_new_tokens, clock, generate_kwargs)
@@ -225,12 +226,12 @@ def _refuse_own(kwargs: dict[str, Any]) -> None:
             )
 
 
-def _check_room(model: nn.Module, prefix: int, width: int, new: int) -> None:
+def _check_room(model: nn.Module, total: int, width: int, new: int) -> None:
     limit = max_positions(model)
-    if limit is not None and prefix + width + new > limit:
+    if limit is not None and total > limit:
         raise ValueError(
-            f"preamble and packets ({prefix}), question ({width}) and max_new_tokens ({new}) need "
-            f"{prefix + width + new} positions, and the model has {limit}: use fewer packets or fewer new tokens"
+            f"preamble and packets ({total - width - new}), question ({width}) and max_new_tokens ({new}) need {total} "
+            f"positions, and the model has {limit}: use fewer packets or fewer new tokens"
         )
 
 
