@@ -139,7 +139,7 @@ def _write_tokenizer(fields: dict[str, Any], target: Path) -> None:
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=True, use_regex=True)
     # the "smollm" pre-tokenizer splits numbers into single digits first
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
-    tokenizer.decoder = decoders.ByteLevel(add_prefix_space=True, trim_offsets=True, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
     special = [token for token, kind in zip(tokens, types, strict=True) if kind == _CONTROL_TOKEN]
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
     tokenizer.save(str(target / "tokenizer.json"))

@@ -15,11 +15,11 @@ from kvspeed.cli.common import (
     Fault,
     MaxNewTokens,
     ModelName,
+    check_depth,
     guarded,
     load_model,
     progress,
     stderr,
-    stdout,
 )
 from kvspeed.cli.texts import packet_files
 
@@ -58,6 +58,7 @@ def ask(
     loaded = _load(files)
     first = loaded[0]
     network, tokenizer, name = load_model(model, dtype or str(first.dtype).removeprefix("torch."))
+    check_depth(k, network)
     depth = k if k is not None or first.layers != network.config.num_hidden_layers else first.k
     patch_model(network, depth)
     _check(files, loaded, network)
@@ -66,7 +67,7 @@ def ask(
     if as_json:
         print(json.dumps(report, indent=2))
         return
-    stdout().print(report["answer"], markup=False, soft_wrap=True)
+    print(report["answer"])
     per_token = report["time_per_token_s"]
     stderr().print(
         f"[dim]{len(files)} packets, {report['prefix_tokens']} tokens read, {report['question_tokens']} computed; "
@@ -112,7 +113,7 @@ def _answer(
             packets,
             preamble=INSTRUCTION,
             separator=SEPARATOR,
-            mode=mode,  # type: ignore[arg-type]
+            mode=mode,
             max_new_tokens=max_new_tokens,
             return_stats=True,
         )

@@ -55,7 +55,7 @@ MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="The 
 
 
 class Fault(Exception):
-    """A request that cannot be served; its text is the whole message."""
+    """A request that cannot be served; its arguments are the whole message, a sentence each."""
 
 
 def guarded(command: Callable[P, R]) -> Callable[P, R]:
@@ -77,7 +77,8 @@ def guarded(command: Callable[P, R]) -> Callable[P, R]:
         except Exception as error:
             if kwargs.get("debug"):
                 traceback.print_exc()
-            print(f"kvspeed: {_sentence(error)}", file=sys.stderr)
+            for sentence in error.args if isinstance(error, Fault) else [_sentence(error)]:
+                print(f"kvspeed: {sentence}", file=sys.stderr)
             raise typer.Exit(2) from None
 
     return run
@@ -87,7 +88,7 @@ def _sentence(error: Exception) -> str:
     text = " ".join(str(error).split())
     if isinstance(error, OSError) and error.filename and error.strerror:
         text = f"{error.filename}: {error.strerror}"
-    if isinstance(error, (Fault, ValueError, TypeError, IndexError, RuntimeError, OSError, ImportError)) and text:
+    if isinstance(error, (ValueError, TypeError, IndexError, RuntimeError, OSError, ImportError)) and text:
         return text
     return (
         f"unexpected {type(error).__name__}: {text or 'no message'}; run again with --debug to see where it comes from"
@@ -152,6 +153,13 @@ def load_model(name: str | None, dtype: str | None) -> tuple[Any, Any, str]:
     except Exception as error:
         raise Fault(f"--model: {name} could not be loaded ({_first_sentence(error)})") from error
     return model.eval(), tokenizer, Path(name).name
+
+
+def check_depth(k: int | None, model: Any) -> None:
+    """Refuses a `--k` that the model does not have."""
+    layers = model.config.num_hidden_layers
+    if k is not None and not 1 <= k <= layers:
+        raise Fault(f"--k: is {k} and the model has {layers} layers; give 1 to {layers}")
 
 
 def _model_source(name: str) -> str:

@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvspeed.cli.common import Debug, DType, Fault, MaxNewTokens, ModelName, guarded, load_model, progress, stdout
+from kvspeed.cli.common import (
+    Debug,
+    DType,
+    Fault,
+    MaxNewTokens,
+    ModelName,
+    check_depth,
+    guarded,
+    load_model,
+    progress,
+    stdout,
+)
 
 if TYPE_CHECKING:
     from kvspeed.eval.compare import Comparison, MethodResult
@@ -42,6 +53,7 @@ def demo(
         raise Fault(f"--questions: {questions} asked for, {len(asked)} ship with kvspeed")
     asked = asked[:questions]
     network, tokenizer, name = load_model(model, dtype)
+    check_depth(k, network)
     layers = network.config.num_hidden_layers
     depth = k if k is not None else max(1, round(0.8 * layers))
     documents = data.documents()
@@ -104,7 +116,7 @@ def _print_table(report: dict[str, Any]) -> None:
     )
     for number, question in enumerate(report["questions"], 1):
         console.print(f"  {number}. {escape(question['question'])} [dim]({escape(question['accepted'][0])})[/dim]")
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), show_lines=True)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), show_lines=True, expand=True)
     table.add_column("method", min_width=13)
     for title in ("TTFT", "per token", "KV", "FLOPs", "right"):
         table.add_column(title, justify="right", no_wrap=True)

@@ -51,7 +51,8 @@ def _report() -> dict[str, Any]:
         "ok": False,
     }
     try:
-        from kvspeed import _C, ops  # type: ignore[attr-defined]
+        from kvspeed import ops  # first: it says what to do where the extension is missing
+        from kvspeed import _C  # isort: skip
         from kvspeed.eval.selfcheck import CHECKS, DTYPES, run_checks
     except ImportError as error:
         report["fault"] = str(error)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvspeed.cli.common import Debug, DType, Fault, ModelName, guarded, load_model, progress, stdout
+from kvspeed.cli.common import Debug, DType, Fault, ModelName, check_depth, guarded, load_model, progress, stdout
 from kvspeed.cli.texts import TextFile, read_texts
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ def pack(
     if out.exists() and not out.is_dir():
         raise Fault(f"--out: {out} is a file; give a folder")
     network, tokenizer, name = load_model(model, dtype)
+    check_depth(k, network)
     job = _Job(network, tokenizer, k, adapter)
     for text in texts:
         job.check(text)

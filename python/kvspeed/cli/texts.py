@@ -47,7 +47,7 @@ def read_texts(paths: list[Path]) -> list[TextFile]:
         except Fault as fault:
             faults.append(str(fault))
     if faults:
-        raise Fault("\nkvspeed: ".join(faults))
+        raise Fault(*faults)
     return list(found.values())
 
 

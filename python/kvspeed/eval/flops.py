@@ -36,7 +36,7 @@ class ModelShape:
         """From a transformers model with gated MLPs (all that kvspeed supports), bare or wrapped by PEFT."""
         from kvspeed.models import base_model
 
-        config = base_model(model).config
+        config: Any = base_model(model).config
         heads = config.num_attention_heads
         return cls(
             hidden=config.hidden_size,

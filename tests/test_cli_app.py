@@ -1,0 +1,123 @@
+# Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
+"""The command line as a whole: version, help, `doctor`, and what is imported when."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import kvspeed
+import pytest
+import torch
+from cli_tools import run
+from kvspeed import ops
+
+
+def test_version_and_help():
+    assert run("--version").stdout.strip() == f"kvspeed {kvspeed.__version__}"
+    text = run("--help").stdout
+    for command in ("demo", "doctor", "pack", "ask"):
+        assert command in text
+        help_of = run(command, "--help")
+        assert help_of.exit_code == 0 and "--debug" in help_of.stdout
+    assert run("fetch").exit_code == 2
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["demo", "--help"], ["ask", "--help"]])
+def test_version_and_help_do_not_import_torch(arguments):
+    code = (
+        "import sys\nfrom kvspeed.cli.app import app\n"
+        f"try: app({arguments!r})\nexcept SystemExit as end: assert not end.code, end.code\n"
+        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_python_m_kvspeed():
+    found = subprocess.run([sys.executable, "-m", "kvspeed", "--version"], check=True, capture_output=True, text=True)
+    assert found.stdout.strip() == f"kvspeed {kvspeed.__version__}"
+
+
+def test_doctor_checks_every_kernel_on_every_instruction_set():
+    result = run("doctor", "--json")
+    assert result.exit_code == 0, (result.stdout, result.stderr)
+    report = json.loads(result.stdout)
+    assert report["ok"] and report["versions"]["torch"].startswith(torch.__version__.split("+")[0])
+    build = report["build"]
+    assert build["instruction_sets_available"] == ops.cpu_isas()
+    assert build["instruction_set_in_use"] in build["instruction_sets_available"]
+    found = {(check["kernel"], check["isa"], check["dtype"]) for check in report["checks"]}
+    kernels, dtypes = ("rope_concat", "segment_attention", "merge_states"), ("float32", "bfloat16", "float16")
+    assert found == {(a, b, c) for a in kernels for b in ops.cpu_isas() for c in dtypes}
+    assert all(check["ok"] and 0 <= check["error"] <= check["tolerance"] for check in report["checks"])
+
+
+def test_doctor_for_people():
+    result = run("doctor")
+    assert result.exit_code == 0
+    for word in ("versions", "instruction set", "CUDA architectures", "CUDA devices", "threads", "checks passed"):
+        assert word in result.stdout
+
+
+def broken_rope(keys, values, offsets, inv_freq, out_keys, out_values, *, start=0, **kwargs):
+    """Right but for the sign of the angle."""
+    ops_rope(keys, values, [-offset for offset in offsets], inv_freq, out_keys, out_values, start=start, **kwargs)
+
+
+def broken_attention(query, segments, tail_key, tail_value, **kwargs):
+    """Leaves out the last segment."""
+    return ops_attention(query, segments[:-1], tail_key, tail_value, **kwargs)
+
+
+def broken_merge(out_a, lse_a, out_b, lse_b):
+    out, lse = ops_merge(out_a, lse_a, out_b, lse_b)
+    return out * (1 + 1e-2), lse
+
+
+def raising_merge(*arguments):
+    raise RuntimeError("no such kernel")
+
+
+ops_rope, ops_attention, ops_merge = ops.rope_concat, ops.segment_attention, ops.merge_states
+
+
+@pytest.mark.parametrize(
+    "name, broken",
+    [
+        ("rope_concat", broken_rope),
+        ("segment_attention", broken_attention),
+        ("merge_states", broken_merge),
+        ("merge_states", raising_merge),
+    ],
+)
+def test_doctor_finds_a_broken_kernel(monkeypatch, name, broken):
+    monkeypatch.setattr(ops, name, broken)
+    result = run("doctor", "--json")
+    assert result.exit_code == 1
+    report = json.loads(result.stdout)
+    wrong = [check for check in report["checks"] if not check["ok"]]
+    assert not report["ok"] and {check["kernel"] for check in wrong} == {name}
+    assert len(wrong) == 3 * len(ops.cpu_isas())
+    plain = run("doctor")
+    assert plain.exit_code == 1 and "FAILED" in plain.stdout
+
+
+def test_doctor_without_the_extension_says_so():
+    code = (
+        "import sys; sys.modules['kvspeed._C'] = None\n"
+        "from kvspeed.cli.app import app\n"
+        "try: app(['doctor', '--json'])\nexcept SystemExit as end: assert end.code == 1, end.code\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    report = json.loads(found.stdout)
+    assert not report["ok"] and "pip install" in report["fault"]
+
+
+def test_an_unknown_instruction_set_in_the_environment_is_one_sentence():
+    environment = {**os.environ, "KVSPEED_CPU_ISA": "sse9"}
+    command = [sys.executable, "-m", "kvspeed", "doctor"]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert found.returncode == 2 and "Traceback" not in found.stderr
+    assert found.stderr.startswith("kvspeed: ") and "KVSPEED_CPU_ISA" in found.stderr and "sse9" in found.stderr
