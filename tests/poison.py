@@ -27,12 +27,18 @@ class Embedded:
     """
 
     def __init__(
-        self, shape: Sequence[int], dtype: torch.dtype, *, order: Sequence[int] | None = None, gap: int = 1, shift: int = 0
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        order: Sequence[int] | None = None,
+        gap: int = 1,
+        shift: int = 0,
     ) -> None:
         """Args:
-            order: the dimensions from the outermost in memory to the innermost; the last one must stay innermost.
-            gap: how many extra entries each inner dimension gets; `gap * 3` elements follow each head.
-            shift: elements before the first one, which misalign it.
+        order: the dimensions from the outermost in memory to the innermost; the last one must stay innermost.
+        gap: how many extra entries each inner dimension gets; `gap * 3` elements follow each head.
+        shift: elements before the first one, which misalign it.
         """
         order = list(range(len(shape))) if order is None else list(order)
         stride, step = [0] * len(shape), 1

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
-
 from kvspeed.segment import Segment
+from torch import Tensor
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Rotary embedding
@@ -47,8 +46,18 @@ def rotate(x: Tensor, offset: int, inv_freq: Tensor, interleaved: bool = False) 
     return apply_rope(x.double(), cos, sin, interleaved)
 
 
+def _rotate_float32(x: Tensor, offset: int, inv_freq: Tensor, interleaved: bool) -> Tensor:
+    """As a careful user turns keys: right tables, float32 arithmetic, one rounding to the keys' dtype."""
+    cos, sin = rope_tables(offset, inv_freq)
+    return apply_rope(x.float(), cos.float(), sin.float(), interleaved).to(x.dtype)
+
+
 def rope_concat(
-    keys: Sequence[Tensor], values: Sequence[Tensor], offsets: Sequence[int], inv_freq: Tensor, interleaved: bool = False
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    offsets: Sequence[int],
+    inv_freq: Tensor,
+    interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Keys `[L, H, sum T, D]` in float64, and the values in their own dtype, which must be met bit for bit."""
     turned = [rotate(key, offset, inv_freq, interleaved) for key, offset in zip(keys, offsets, strict=True)]
@@ -56,7 +65,11 @@ def rope_concat(
 
 
 def rope_concat_torch(
-    keys: Sequence[Tensor], values: Sequence[Tensor], offsets: Sequence[int], inv_freq: Tensor, interleaved: bool = False
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    offsets: Sequence[int],
+    inv_freq: Tensor,
+    interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The same in the keys' dtype, as model code does it: float32 tables cast down, then two products and a sum."""
     turned = []
@@ -148,18 +161,14 @@ def segment_attention(
 ) -> tuple[Tensor, Tensor]:
     """Output and LSE in float64, by rotating the keys to where they are used."""
     batch = query.shape[0]
-    mask = attention_mask(
-        query, segments, tail_key, window=window, tail_start=tail_start, tail_first=tail_first
-    )
+    mask = attention_mask(query, segments, tail_key, window=window, tail_start=tail_start, tail_first=tail_first)
     keys = [_rows(segment.key, batch).double() for segment in segments]
     if inv_freq is not None:
         keys = [rotate(key, seg.offset, inv_freq, interleaved) for key, seg in zip(keys, segments, strict=True)]
     key = torch.cat([*keys, tail_key.double()], 2)
     value = torch.cat([*(_rows(segment.value, batch).double() for segment in segments), tail_value.double()], 2)
     seen = mask.any(1)[:, None, :, None]  # what nobody sees may hold anything, NaN too
-    return _attend(
-        query.double(), key.where(seen, 0.0), value.where(seen, 0.0), mask, scale, softcap, sinks
-    )
+    return _attend(query.double(), key.where(seen, 0.0), value.where(seen, 0.0), mask, scale, softcap, sinks)
 
 
 def segment_attention_torch(
@@ -179,13 +188,11 @@ def segment_attention_torch(
 ) -> tuple[Tensor, Tensor]:
     """The same in the query's dtype: keys rotated and rounded, as an eager model has them; float32 LSE."""
     batch = query.shape[0]
-    mask = attention_mask(
-        query, segments, tail_key, window=window, tail_start=tail_start, tail_first=tail_first
-    )
+    mask = attention_mask(query, segments, tail_key, window=window, tail_start=tail_start, tail_first=tail_first)
     keys = [_rows(segment.key, batch) for segment in segments]
     if inv_freq is not None:
         keys = [
-            rotate(key, seg.offset, inv_freq, interleaved).to(key.dtype) if seg.offset else key
+            _rotate_float32(key, seg.offset, inv_freq, interleaved) if seg.offset else key
             for key, seg in zip(keys, segments, strict=True)
         ]
     key = torch.cat([*keys, tail_key], 2)
@@ -215,11 +222,13 @@ def merge_states_torch(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tenso
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def accept(got: Tensor, truth: Tensor, own: Tensor, what: str = "output", factor: float = 2.0) -> None:
+def accept(
+    got: Tensor, truth: Tensor, own: Tensor, what: str = "output", factor: float = 2.0, slack: float = 0.0
+) -> None:
     """Asserts that `got` errs at most `factor` times as much as PyTorch's `own` result of the same dtype.
 
-    A small absolute term stands for one rounding at the size of the data, so that a lucky `own` does not fail a kernel;
-    infinities must agree exactly, and NaN is never right.
+    One unit in the last place of the largest element (and `slack`) is added, so that a lucky `own` does not fail a
+    kernel. Infinities must agree exactly, and NaN is never right.
     """
     assert got.shape == truth.shape, f"{what}: shape {list(got.shape)} instead of {list(truth.shape)}"
     assert not got.isnan().any(), f"{what}: {int(got.isnan().sum())} NaN"
@@ -229,11 +238,18 @@ def accept(got: Tensor, truth: Tensor, own: Tensor, what: str = "output", factor
     if got.numel() == 0 or infinite.all():
         return
     got, truth, own = got[~infinite], truth[~infinite], own[~infinite]
-    rounded = truth.to(got.dtype)
-    slack = 2 * ((rounded + 0.3 - 0.3).double() - truth).abs().max().item()
+    slack = slack + torch.finfo(got.dtype).eps * truth.abs().max().item()
     error = (got.double() - truth).abs().max().item()
     allowed = factor * (own.double() - truth).abs().max().item() + slack
     assert error <= allowed, f"{what}: error {error:.3g}, allowed {allowed:.3g} ({got.dtype})"
+
+
+def score_rounding(query: Tensor, segments: Sequence[Segment], tail_key: Tensor, scale: float | None = None) -> float:
+    """What rounding the terms of the largest score to float32 may change in it: the floor of any float32 result."""
+    keys = [_rows(segment.key, query.shape[0]) for segment in segments] + [tail_key]
+    norm = max((key.nan_to_num().float().norm(dim=-1).max().item() for key in keys if key.numel()), default=0.0)
+    scale = query.shape[-1] ** -0.5 if scale is None else abs(scale)
+    return 2**-24 * scale * norm * query.float().norm(dim=-1).max().item()
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

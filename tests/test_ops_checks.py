@@ -12,8 +12,8 @@ import types
 import numpy as np
 import pytest
 import torch
-
-from kvspeed import _checks, _native, _overlap, ops
+from kvspeed import ops
+from kvspeed.ops import checks, native, overlap
 from kvspeed.segment import Segment
 
 FLOATS = [torch.float64, torch.int32, torch.complex64, torch.bool]
@@ -46,8 +46,8 @@ def refuse_concat(error, *words, paged=False, edit=None, **changes):
         assert word in str(caught.value), f"{word!r} is not in {caught.value}"
     for name in ("out_keys", "out_values"):
         out = arguments[name]
-        if isinstance(out, torch.Tensor) and out.dtype == torch.float32 and out.device.type == "cpu" and not out.is_sparse:
-            assert (out.detach() == 7).all(), f"{name} was written"
+        if isinstance(out, torch.Tensor) and out.is_cpu and not out.is_sparse:
+            assert (out.detach().float() == 7).all(), f"{name} was written"
 
 
 def attention_arguments(dtype=torch.float32):
@@ -115,7 +115,8 @@ def test_concat_packets(name):
     for dtype in FLOATS:
         refuse_concat(TypeError, label, str(dtype).removeprefix("torch."), edit=set_item(name, 1, good.to(dtype)))
     for dtype in EIGHT_BITS:
-        refuse_concat(TypeError, label, "key_scale", "value_scale", "dequantise", edit=set_item(name, 1, good.to(dtype)))
+        words = ("key_scale", "value_scale", "dequantise")
+        refuse_concat(TypeError, label, *words, edit=set_item(name, 1, good.to(dtype)))
     refuse_concat(ValueError, label, "3 dimensions", edit=set_item(name, 1, good[0]))
     refuse_concat(ValueError, label, edit=set_item(name, 1, good[:1]))
     refuse_concat(ValueError, label, edit=set_item(name, 1, good[:, :2]))
@@ -126,7 +127,8 @@ def test_concat_packets(name):
     refuse_concat(ValueError, label, "stride 0", edit=set_item(name, 1, torch.randn(2, 3, 2, 1).expand(2, 3, 2, 16)))
     refuse_concat(TypeError, label, "sparse", "to_dense", edit=set_item(name, 1, good.to_sparse()))
     refuse_concat(RuntimeError, label, "meta", edit=set_item(name, 1, good.to("meta")))
-    refuse_concat(RuntimeError, label, "requires grad", "no_grad", edit=set_item(name, 1, good.clone().requires_grad_()))
+    tracked = good.clone().requires_grad_()
+    refuse_concat(RuntimeError, label, "requires grad", "no_grad", edit=set_item(name, 1, tracked))
 
 
 @pytest.mark.parametrize("name", ["out_keys", "out_values"])
@@ -151,7 +153,7 @@ def test_concat_of_other_dtypes_is_refused_as_a_whole():
         arguments = concat_arguments()
         for name in ("out_keys", "out_values"):
             arguments[name] = arguments[name].to(dtype)
-        with pytest.raises(TypeError, match="out_keys has dtype .* float32, bfloat16 or float16"):
+        with pytest.raises(TypeError, match=r"out_keys has dtype .* float32, bfloat16 or float16"):
             ops.rope_concat(**arguments)
 
 
@@ -222,10 +224,10 @@ def test_frequencies_of_one_op_only():
 
 
 def test_page_tables():
-    def table(*pages, dtype=torch.int32):
-        return torch.tensor(pages, dtype=dtype)
+    def table(*pages):
+        return torch.tensor(pages, dtype=torch.int32)
 
-    refuse_concat(TypeError, "page_table", "int64", "int32", paged=True, page_table=table(3, 0, 2, 1, dtype=torch.int64))
+    refuse_concat(TypeError, "page_table", "int64", "int32", paged=True, page_table=table(3, 0, 2, 1).long())
     refuse_concat(TypeError, "page_table", "list", paged=True, page_table=[3, 0, 2, 1])
     refuse_concat(ValueError, "page_table", "2 dimensions", paged=True, page_table=table(3, 0, 2, 1)[None])
     refuse_concat(RuntimeError, "page_table", "meta", paged=True, page_table=table(3, 0, 2, 1).to("meta"))
@@ -391,7 +393,8 @@ def test_attention_numbers():
     refuse_attention(ValueError, "tail_start", tail_start=2**31 + 1)
     for bad in (1, None, "yes"):
         refuse_attention(TypeError, "return_lse", "bool", return_lse=bad)
-    same = ops.segment_attention(**attention_arguments_with(scale=1.0, softcap=2.0, window=4, tail_start=9, split_tokens=8))
+    plain = attention_arguments_with(scale=1.0, softcap=2.0, window=4, tail_start=9, split_tokens=8)
+    same = ops.segment_attention(**plain)
     others = attention_arguments_with(
         scale=np.float32(1), softcap=2, window=np.int64(4), tail_start=np.int32(9), split_tokens=np.int64(8)
     )
@@ -458,10 +461,10 @@ def test_another_device_is_a_sentence_that_names_what_is_built():
 
     tensor = torch.zeros(2).as_subclass(Elsewhere)
     with pytest.raises(RuntimeError) as caught:
-        _checks.tensor("query", tensor)
+        checks.tensor("query", tensor)
     message = str(caught.value)
     assert message.startswith("query is on cuda:0")
-    if not _native._C.build_info()["cuda"]:
+    if not native._C.build_info()["cuda"]:
         assert "CPU kernels only" in message and "KVSPEED_CUDA=ON" in message and "baseline" in message
 
 
@@ -476,11 +479,11 @@ def test_instruction_sets():
             raise ZeroDivisionError
         assert ops.current_isa() == "baseline"
     assert ops.current_isa() == before
-    with pytest.raises(ValueError, match="sse9.*baseline"), ops.cpu_isa("sse9"):
+    with pytest.raises(ValueError, match=r"sse9.*baseline"), ops.cpu_isa("sse9"):
         pass
     with pytest.raises(TypeError, match="string"), ops.cpu_isa(2):
         pass
-    missing = [name for name in _native.ISA_CODES if name != "auto" and name not in ops.cpu_isas()]
+    missing = [name for name in native.ISA_CODES if name != "auto" and name not in ops.cpu_isas()]
     for name in missing:
         with pytest.raises(RuntimeError, match=f"{name}.*available"), ops.cpu_isa(name):
             pass
@@ -510,7 +513,7 @@ def test_a_missing_extension_is_one_sentence():
 def test_importing_the_ops_imports_nothing_large_and_no_device():
     code = (
         "import sys, kvspeed.ops, torch\n"
-        "print([name for name in ('transformers', 'numpy.f2py', 'peft', 'torch._dynamo', 'rich') if name in sys.modules])\n"
+        "print([name for name in ('transformers', 'peft', 'torch._dynamo', 'rich') if name in sys.modules])\n"
         "print(torch.cuda.is_initialized())"
     )
     done = python(code)
@@ -552,12 +555,12 @@ def test_overlaps_against_numpy():
     for _ in range(1000):
         a, b = view(), view()
         shared = bool(np.shares_memory(a.numpy(), b.numpy()))
-        assert _overlap.share_memory(a, b) == shared, (a.shape, a.stride(), b.shape, b.stride())
+        assert overlap.share_memory(a, b) == shared, (a.shape, a.stride(), b.shape, b.stride())
         index = torch.arange(4000).as_strided(a.shape, a.stride()).flatten()
         itself = len(index.unique()) != len(index)
-        assert _overlap.overlaps_itself(a) == itself, (a.shape, a.stride())
+        assert overlap.overlaps_itself(a) == itself, (a.shape, a.stride())
         found |= {("pair", shared), ("self", itself)}
     assert len(found) == 4
-    assert not _overlap.share_memory(base[:10], base[10:]) and not _overlap.share_memory(base[:0], base)
+    assert not overlap.share_memory(base[:10], base[10:]) and not overlap.share_memory(base[:0], base)
     odd = torch.zeros(9, dtype=torch.int8)[1:].view(torch.int8)
-    assert _overlap.share_memory(odd, odd[3:4])
+    assert overlap.share_memory(odd, odd[3:4])

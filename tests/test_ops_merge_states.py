@@ -11,17 +11,20 @@ import reference
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from poison import embed, lazy_storage
-
 from kvspeed import ops
+from poison import embed, lazy_storage
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-@pytest.fixture(autouse=True, params=ops.cpu_isas())
+@pytest.fixture(autouse=True)
 def isa(request):
-    with ops.cpu_isa(request.param):
-        yield request.param
+    """The instruction set of a test: the best, unless the test asks for every one."""
+    with ops.cpu_isa(getattr(request, "param", "auto")):
+        yield
+
+
+every_isa = pytest.mark.parametrize("isa", ops.cpu_isas(), indirect=True)
 
 
 def state(shape=(2, 3, 4, 64), dtype=torch.float32, spread=3.0):
@@ -33,11 +36,13 @@ def check(out_a, lse_a, out_b, lse_b):
     assert out.dtype == out_a.dtype and lse.dtype == torch.float32 and lse.is_contiguous()
     truth, truth_lse = reference.merge_states(out_a, lse_a, out_b, lse_b)
     own, own_lse = reference.merge_states_torch(out_a, lse_a, out_b, lse_b)
-    reference.accept(out, truth, own, "output")
+    inputs = max((x.float().abs().max().item() for x in (out_a, out_b) if x.numel()), default=0.0)
+    reference.accept(out, truth, own, "output", slack=2**-23 * inputs)  # the sum may cancel
     reference.accept(lse, truth_lse, own_lse, "lse")
     return out, lse
 
 
+@every_isa
 @pytest.mark.parametrize(("dtype_a", "dtype_b"), itertools.product(DTYPES, DTYPES))
 def test_dtypes(dtype_a, dtype_b):
     for head_dim in (1, 7, 8, 46, 64, 96, 128, 256, 512):
@@ -45,6 +50,7 @@ def test_dtypes(dtype_a, dtype_b):
         check(*state(shape, dtype_a), *state(shape, dtype_b))
 
 
+@every_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_empty_states(dtype):
     some, nothing = state(dtype=dtype), (torch.zeros(2, 3, 4, 64, dtype=dtype), torch.full((2, 3, 4), -math.inf))
@@ -60,6 +66,7 @@ def test_empty_states(dtype):
     check(*some, *mixed)
 
 
+@every_isa
 @pytest.mark.parametrize("level", [-1e5, -300.0, 0.0, 300.0, 1e5])
 def test_extreme_lse(level):
     a, b = state(), state()
@@ -75,6 +82,7 @@ def test_equal_states_are_kept():
     torch.testing.assert_close(lse, lse_a + math.log(2))
 
 
+@every_isa
 @pytest.mark.parametrize("shift", [0, 1, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_layouts(dtype, shift):
@@ -134,11 +142,13 @@ def test_merging_is_symmetric_and_associative():
         torch.testing.assert_close(one, other)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@every_isa
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_anything(data):
     shape = tuple(data.draw(st.tuples(*(st.integers(1, n) for n in (3, 5, 6, 140))), "shape"))
     dtypes = data.draw(st.tuples(st.sampled_from(DTYPES), st.sampled_from(DTYPES)), "dtypes")
-    a, b = state(shape, dtypes[0]), state(shape, dtypes[1], spread=data.draw(st.sampled_from([0.1, 10.0, 200.0]), "spread"))
+    spread = data.draw(st.sampled_from([0.1, 10.0, 200.0]), "spread")
+    a, b = state(shape, dtypes[0]), state(shape, dtypes[1], spread)
     order = (*data.draw(st.permutations(range(3)), "order"), 3)
     check(embed(a[0], order=order, shift=data.draw(st.integers(0, 7), "shift")), a[1], *b)

@@ -12,19 +12,22 @@ import reference
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from poison import embed, lazy_storage
-
 from kvspeed import ops
 from kvspeed.segment import Segment
+from poison import embed, lazy_storage
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 OFFSETS = [0, 1, -1, 4096, 65535, 131071, -131071]
 
 
-@pytest.fixture(autouse=True, params=ops.cpu_isas())
+@pytest.fixture(autouse=True)
 def isa(request):
-    with ops.cpu_isa(request.param):
-        yield request.param
+    """The instruction set of a test: the best, unless the test asks for every one."""
+    with ops.cpu_isa(getattr(request, "param", "auto")):
+        yield
+
+
+every_isa = pytest.mark.parametrize("isa", ops.cpu_isas(), indirect=True)
 
 
 def frequencies(rotary_dim: int, theta: float = 10000.0) -> torch.Tensor:
@@ -35,7 +38,17 @@ class Case:
     """Random inputs of one shape. Segments with `rows` have their own keys in each batch row, others share them."""
 
     def __init__(
-        self, *, batch=2, heads=4, heads_kv=2, rows=1, head_dim=64, tail=5, lengths=(7, 9), dtype=torch.float32, size=1.0
+        self,
+        *,
+        batch=2,
+        heads=4,
+        heads_kv=2,
+        rows=1,
+        head_dim=64,
+        tail=5,
+        lengths=(7, 9),
+        dtype=torch.float32,
+        size=1.0,
     ) -> None:
         self.batch, self.heads_kv, self.head_dim, self.dtype, self.size = batch, heads_kv, head_dim, dtype, size
         self.query = self.random(batch, heads, rows, head_dim)
@@ -64,9 +77,17 @@ class Case:
         assert out.dtype == self.dtype and out.shape == self.query.shape and lse.dtype == torch.float32
         truth = reference.segment_attention(*arguments, inv_freq=self.inv_freq, **options)
         own = reference.segment_attention_torch(*arguments, inv_freq=self.inv_freq, **options)
-        reference.accept(out, truth[0], own[0], "output")
-        reference.accept(lse, truth[1], own[1], "lse")
+        rounding = reference.score_rounding(self.query, self.segments, self.tail_key, options.get("scale"))
+        reference.accept(out, truth[0], own[0], "output", slack=rounding * truth[0].abs().max().item())
+        reference.accept(lse, truth[1], own[1], "lse", slack=rounding)
         return out, lse
+
+    def errors(self):
+        """The largest error of the output, and PyTorch's own."""
+        arguments = (self.query, self.segments, self.tail_key, self.tail_value)
+        truth, _ = reference.segment_attention(*arguments, inv_freq=self.inv_freq)
+        own, _ = reference.segment_attention_torch(*arguments, inv_freq=self.inv_freq)
+        return [(x.double() - truth).abs().max().item() for x in (self.run()[0], own)]
 
 
 def test_alone_returns_the_output_only():
@@ -75,6 +96,7 @@ def test_alone_returns_the_output_only():
     assert isinstance(out, torch.Tensor) and reference.same_bits(out, case.run()[0])
 
 
+@every_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [8, 16, 24, 40, 64, 80, 96, 112, 128, 192, 248, 256])
 def test_head_dims(head_dim, dtype):
@@ -82,6 +104,7 @@ def test_head_dims(head_dim, dtype):
         Case(head_dim=head_dim, dtype=dtype, rows=rows, lengths=(33, 1, 70), tail=6).check()
 
 
+@every_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 32, 71])
 def test_groups(group, dtype):
@@ -89,6 +112,7 @@ def test_groups(group, dtype):
         Case(heads=group * heads_kv, heads_kv=heads_kv, rows=rows, dtype=dtype, lengths=(65, 20)).check()
 
 
+@every_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rotary_dim", [0, 2, 16, 20, 32, 64])
@@ -99,6 +123,7 @@ def test_rotary_dims(rotary_dim, interleaved, dtype):
         case.check(interleaved=interleaved)
 
 
+@every_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_offsets(interleaved, dtype):
@@ -110,19 +135,31 @@ def test_offsets(interleaved, dtype):
         case.check(interleaved=interleaved)
 
 
+@every_isa
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 8, 16, 17, 64])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_query_rows_and_tails(rows, dtype):
     """Bottom-right causality, and tails that are empty, shorter than the query, equal, and longer."""
     for tail in sorted({0, 1, rows - 1, rows, rows + 1, rows + 33}):
-        Case(rows=rows, tail=tail, dtype=dtype).check()
-        Case(rows=rows, tail=tail, dtype=dtype, lengths=()).check()
+        Case(batch=1, rows=rows, tail=tail, dtype=dtype, lengths=random.choice([(), (7, 9)])).check()
 
 
-@pytest.mark.parametrize("lengths", [(), (0,), (1,), (0, 0, 3, 0), (15, 16, 17), (63, 64, 65), (127, 129, 255, 257), (4097,)])
+LENGTHS = [(), (0,), (1,), (0, 0, 3, 0), (15, 16, 17), (63, 64, 65), (127, 129, 255, 257), (4097,)]
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("tail", [0, 1, 130])
 def test_lengths(tail, lengths):
     Case(lengths=lengths, tail=tail, dtype=random.choice(DTYPES), heads=6, rows=random.choice([1, 4])).check()
+
+
+@every_isa
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_errors_are_pytorchs(dtype):
+    """Over many cases, where luck evens out, the kernel's errors are no larger than PyTorch's."""
+    cases = [Case(heads=8, rows=2, lengths=(60, 20), dtype=dtype).errors() for _ in range(12)]
+    mine, own = (sum(column) for column in zip(*cases, strict=True))
+    assert mine <= 1.5 * own
 
 
 def test_many_segments():
@@ -157,6 +194,7 @@ def test_long_and_accurate(dtype):
 # ----------------------------------------------------------------------------------------------------------------------
 
 
+@every_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nothing_to_see(dtype):
     for lengths in ((), (0, 0)):
@@ -176,6 +214,7 @@ def test_empty_batches_heads_and_rows():
         assert out.shape == query.shape and lse.shape == shape
 
 
+@every_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("level", [-1e5, -3e4, 3e4, 1e5])
 def test_extreme_scores(level, dtype):
@@ -200,6 +239,7 @@ def test_extreme_scores(level, dtype):
     torch.testing.assert_close(lse.double(), truth_lse, rtol=2**-20, atol=0)
 
 
+@every_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("softcap", [0.5, 5.0, 30.0, 50.0])
 def test_softcap(softcap, dtype):
@@ -231,6 +271,7 @@ def test_sinks(dtype):
 # ----------------------------------------------------------------------------------------------------------------------
 
 
+@every_isa
 @pytest.mark.parametrize("window", [1, 2, 3, 7, 8, 9, 16, 31, 1000, 2**31])
 @pytest.mark.parametrize("rows", [1, 3, 20])
 def test_windows(rows, window):
@@ -258,6 +299,7 @@ def test_a_window_as_wide_as_the_prompt_hides_nothing():
     assert not torch.allclose(wide[0][:, :, -1], narrow[0][:, :, -1])
 
 
+@every_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_padding(dtype):
     """Padding may hold NaN; a row that is all padding gives 0 and -inf, and no NaN."""
@@ -298,6 +340,7 @@ def test_padding_beyond_the_segment():
         case.check(tail_first=vector)
 
 
+@every_isa
 def test_invisible_values_do_not_leak():
     """NaN and infinity in keys and values that causality or the window hides."""
     case = Case(rows=3, tail=8, lengths=())
@@ -333,6 +376,7 @@ def test_visible_nan_is_not_hidden():
 # ----------------------------------------------------------------------------------------------------------------------
 
 
+@every_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shift", [0, 1, 2, 3, 4])
 def test_layouts_and_misalignment(shift, dtype):
@@ -374,6 +418,7 @@ def test_stride_zero_and_packed_keys():
     case.check()
 
 
+@every_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_strides_beyond_32_bits(dtype):
     elements = 2**33 if dtype.itemsize == 2 else 2**32 + 2**30
@@ -398,6 +443,7 @@ def test_strides_beyond_32_bits(dtype):
 # ----------------------------------------------------------------------------------------------------------------------
 
 
+@every_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("split_tokens", [None, 1, 16, 64, 100, 4096])
 def test_a_row_does_not_depend_on_its_batch(split_tokens, dtype):
@@ -441,6 +487,7 @@ def test_runs_and_threads_give_the_same_bits(rows, dtype):
         assert reference.same_bits(out, results[0][0]) and reference.same_bits(lse, results[0][1])
 
 
+@every_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("split_tokens", [1, 2, 7, 16, 33, 64, 128, 1000])
 def test_splits(split_tokens, dtype):
@@ -487,12 +534,15 @@ def test_no_offsets_need_no_frequencies():
     out, _ = case.check()
     case.inv_freq = None
     assert reference.same_bits(case.check()[0], out)
-    key, value = (torch.cat(pair, 2) for pair in ((case.segments[0].key, case.tail_key), (case.segments[0].value, case.tail_value)))
+    segment = case.segments[0]
+    key = torch.cat((segment.key, case.tail_key), 2)
+    value = torch.cat((segment.value, case.tail_value), 2)
     expected = torch.nn.functional.scaled_dot_product_attention(case.query, key, value, enable_gqa=True)
     torch.testing.assert_close(out, expected)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@every_isa
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_anything(data):
     draw = data.draw

@@ -9,12 +9,11 @@ import pytest
 import reference
 import torch
 import transformers
+from kvspeed.segment import Segment
 from packaging.version import Version
 from poison import UNUSED_PAGE, Embedded, embed, lazy_storage
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
-
-from kvspeed.segment import Segment
 
 ROPES = {
     "default": {"rope_type": "default"},

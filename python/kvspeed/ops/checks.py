@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvspeed._native import DTYPE_CODES, no_cuda_reason
+from kvspeed.ops.native import DTYPE_CODES, no_cuda_reason
 
 __all__ = [
     "FLOAT32_MAX",
@@ -41,7 +41,9 @@ def tensor(name: str, value: Any, dtype: torch.dtype | None = None, dtype_of: st
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
     if value.layout != torch.strided:
-        raise TypeError(f"{name} has layout {value.layout}; only dense (strided) tensors are supported: use .to_dense()")
+        raise TypeError(
+            f"{name} has layout {value.layout}; only dense (strided) tensors are supported: use .to_dense()"
+        )
     if value.device.type != "cpu":
         if value.device.type == "meta":
             raise RuntimeError(f"{name} is on the meta device and holds no data; give a tensor with memory")
@@ -105,7 +107,9 @@ def head_stride(name: str, value: Tensor) -> Tensor:
             "call .contiguous()"
         )
     if value.data_ptr() == 0 and value.numel():
-        raise RuntimeError(f"{name} has no memory to read (its storage was freed, or it is a wrapper); give a plain tensor")
+        raise RuntimeError(
+            f"{name} has no memory to read (its storage was freed, or it is a wrapper); give a plain tensor"
+        )
     return value
 
 
@@ -166,7 +170,7 @@ def inv_freq(value: Any, head_dim: int, layers: int | None = None) -> Tensor:
         raise ValueError(f"{name} has shape {list(value.shape)}; its first size must be the number of layers, {layers}")
     if 2 * value.shape[-1] > head_dim:
         raise ValueError(
-            f"{name} has {value.shape[-1]} frequencies, so it turns {2 * value.shape[-1]} dimensions; the head has only "
+            f"{name} has {value.shape[-1]} frequencies, so it turns {2 * value.shape[-1]} dimensions; the head has "
             f"{head_dim}: give [R/2] values, R being the rotary dimension"
         )
     return value if value.shape[-1] <= 1 or value.stride(-1) == 1 else value.contiguous()

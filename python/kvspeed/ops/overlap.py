@@ -44,7 +44,8 @@ def _solvable(terms: list[tuple[int, int, int]], target: int, *, trivial: bool) 
         stride, low, high = terms[depth]
         first = max(low, -((highs[depth + 1] - rest) // stride))
         last = min(high, (rest - lows[depth + 1]) // stride)
-        stack.extend((depth + 1, rest - c * stride, done or c != 0) for c in range(first, min(last, first + _BUDGET) + 1))
+        last = min(last, first + _BUDGET)
+        stack.extend((depth + 1, rest - c * stride, done or c != 0) for c in range(first, last + 1))
     return True
 
 

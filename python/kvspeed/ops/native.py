@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 
@@ -22,13 +23,27 @@ except ImportError as error:
         "`pip install .` in its checkout, for the Python that you are running"
     ) from error
 
-__all__ = ["DTYPE_CODES", "ISA_CODES", "cpu_isa", "cpu_isas", "current_isa", "isa_variable", "no_cuda_reason"]
+__all__ = [
+    "DTYPE_CODES",
+    "ISA_CODES",
+    "build_info",
+    "cpu_isa",
+    "cpu_isas",
+    "current_isa",
+    "isa_variable",
+    "no_cuda_reason",
+]
 
 # The numbers of kvspeed_dtype in kvspeed.h.
 DTYPE_CODES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # The numbers of kvspeed_isa in kvspeed.h.
 ISA_CODES: dict[str, int] = {"auto": 0, "baseline": 1, "avx2": 2, "avx512": 3, "neon": 4}
 _ISA_ENVIRONMENT = "KVSPEED_CPU_ISA"
+
+
+def build_info() -> dict[str, Any]:
+    """What the extension was built with: version, compiler, instruction sets, CUDA and its architectures."""
+    return dict(_C.build_info())
 
 
 def cpu_isas() -> list[str]:
@@ -55,7 +70,8 @@ def _isa_from_environment() -> int:
     return _isa_code(name, f"the environment variable {_ISA_ENVIRONMENT}") if name else 0
 
 
-isa_variable: ContextVar[int] = ContextVar("kvspeed_cpu_isa", default=_isa_from_environment())
+_default_isa = _isa_from_environment()
+isa_variable: ContextVar[int] = ContextVar("kvspeed_cpu_isa", default=_default_isa)
 
 
 def current_isa() -> str:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvspeed import _checks as check
-from kvspeed._native import _C, DTYPE_CODES, isa_variable
-from kvspeed._overlap import overlaps_itself, share_memory
+from kvspeed.ops import checks as check
+from kvspeed.ops.native import _C, DTYPE_CODES, isa_variable
+from kvspeed.ops.overlap import overlaps_itself, share_memory
 
 __all__ = ["run"]
 
@@ -155,7 +155,7 @@ def _used_pages(page_table: Tensor, start: int, total: int, page_size: int, page
             raise IndexError(f"page_table[{index}] is {page}; out_keys has pages 0 to {pages - 1}")
         if page in seen:
             raise ValueError(
-                f"page_table[{index}] and page_table[{seen[page]}] are both {page}; pages that are written must be distinct"
+                f"page_table[{index}] and page_table[{seen[page]}] are both {page}; pages that are written must differ"
             )
         seen[page] = index
     if page_table.stride(0) == 1 or page_table.shape[0] == 1:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvspeed import _checks as check
-from kvspeed._native import _C, DTYPE_CODES, isa_variable
+from kvspeed.ops import checks as check
+from kvspeed.ops.native import _C, DTYPE_CODES, isa_variable
 from kvspeed.segment import Segment
 
 __all__ = ["run"]
@@ -133,9 +133,7 @@ def _prepare(
         if type(segment) is not Segment:
             return None
         offset = segment.offset
-        descriptor = _describe(
-            segment.key, segment.value, offset, segment.start, segment.first, dtype, sizes, tracked
-        )
+        descriptor = _describe(segment.key, segment.value, offset, segment.start, segment.first, dtype, sizes, tracked)
         if descriptor is None or (offset and inv_freq is None):
             return None
         descriptors.append(descriptor)
@@ -208,7 +206,7 @@ def _describe(
         or dim != head_dim
         or key_dim != 1
         or value_dim != 1
-        or not (key_pointer and value_pointer or not tokens or not batch)
+        or not ((key_pointer and value_pointer) or not tokens or not batch)
         or type(offset) is not int
         or not -_LIMIT <= offset <= _LIMIT
         or type(start) is not int

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvspeed import _attention, _concat, _merge
-from kvspeed import _checks as check
+from kvspeed.ops import attention, concat, merge
+from kvspeed.ops import checks as check
 from kvspeed.segment import Segment
 
 __all__ = ["must_dispatch"]
@@ -33,11 +33,14 @@ _library.define(
 _library.define("merge_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)")
 
 
-def must_dispatch(tensors: Sequence[Any]) -> bool:
+def must_dispatch(*tensors: Any) -> bool:
     """Whether something other than the plain CPU kernels must see the call: a mode, or a tensor of its own kind."""
-    return torch._C._len_torch_dispatch_stack() > 0 or any(
-        type(tensor) is not Tensor and check.has_own_dispatch(tensor) for tensor in tensors
-    )
+    if torch._C._len_torch_dispatch_stack():
+        return True
+    for tensor in tensors:  # a plain loop: this runs at every call
+        if type(tensor) is not Tensor and check.has_own_dispatch(tensor):
+            return True
+    return False
 
 
 def _segment_attention(
@@ -49,7 +52,7 @@ def _segment_attention(
     firsts: list[Tensor | None],
     *rest: Any,
 ) -> tuple[Tensor, Tensor]:
-    lists = {"values": values, "offsets": offsets, "starts": starts, "firsts": firsts}
+    lists: dict[str, Sequence[Any]] = {"values": values, "offsets": offsets, "starts": starts, "firsts": firsts}
     for name, given in lists.items():
         if len(given) != len(keys):
             raise ValueError(f"{name} has {len(given)} entries and keys has {len(keys)}; give one a segment")
@@ -57,7 +60,7 @@ def _segment_attention(
         Segment(key, value, offset, start=start, first=first)
         for key, value, offset, start, first in zip(keys, values, offsets, starts, firsts, strict=True)
     ]
-    result = _attention.run(query, segments, *_defaults(rest))
+    result = attention.run(query, segments, *_defaults(rest))
     return result if isinstance(result, tuple) else (result, query.new_empty(0, dtype=torch.float32))
 
 
@@ -96,7 +99,7 @@ def _rope_concat(
     interleaved: bool = False,
     page_table: Tensor | None = None,
 ) -> None:
-    _concat.run(keys, values, offsets, inv_freq, out_keys, out_values, start, interleaved, page_table)
+    concat.run(keys, values, offsets, inv_freq, out_keys, out_values, start, interleaved, page_table)
 
 
 def _rope_concat_fake(*arguments: Any) -> None:
@@ -112,7 +115,7 @@ def _merge_states_fake(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tenso
 for _key in ("CPU", "CUDA"):
     _library.impl("rope_concat", _rope_concat, _key)
     _library.impl("segment_attention", _segment_attention, _key)
-    _library.impl("merge_states", _merge.run, _key)
+    _library.impl("merge_states", merge.run, _key)
 torch.library.register_fake("kvspeed::rope_concat", _rope_concat_fake, lib=_library)
 torch.library.register_fake("kvspeed::segment_attention", _segment_attention_fake, lib=_library)
 torch.library.register_fake("kvspeed::merge_states", _merge_states_fake, lib=_library)

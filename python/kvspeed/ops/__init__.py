@@ -15,11 +15,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvspeed import _attention, _concat, _library, _merge
-from kvspeed._native import _C, cpu_isa, cpu_isas, current_isa
+from kvspeed.ops import attention, concat, library, merge
+from kvspeed.ops.native import _C, build_info, cpu_isa, cpu_isas, current_isa
 from kvspeed.segment import Segment
 
 __all__ = [
+    "build_info",
     "cpu_isa",
     "cpu_isas",
     "current_isa",
@@ -66,12 +67,12 @@ def rope_concat(
         IndexError: more tokens than the output holds, or a page out of range.
         RuntimeError: a device that this build has no kernels for, or an input that requires grad.
     """
-    if torch.compiler.is_compiling() or _library.must_dispatch((out_keys, out_values, inv_freq)):
+    if torch.compiler.is_compiling() or library.must_dispatch(out_keys, out_values, inv_freq):
         torch.ops.kvspeed.rope_concat(
             list(keys), list(values), list(offsets), inv_freq, out_keys, out_values, start, interleaved, page_table
         )
     else:
-        _concat.run(keys, values, offsets, inv_freq, out_keys, out_values, start, interleaved, page_table)
+        concat.run(keys, values, offsets, inv_freq, out_keys, out_values, start, interleaved, page_table)
 
 
 def segment_attention(
@@ -122,7 +123,7 @@ def segment_attention(
     Raises:
         TypeError, ValueError, RuntimeError: as in `rope_concat`.
     """
-    if torch.compiler.is_compiling() or _library.must_dispatch((query,)):
+    if torch.compiler.is_compiling() or library.must_dispatch(query):
         out, lse = torch.ops.kvspeed.segment_attention(
             query,
             [segment.key for segment in segments],
@@ -144,7 +145,7 @@ def segment_attention(
             split_tokens,
         )
         return (out, lse) if return_lse else out
-    return _attention.run(
+    return attention.run(
         query,
         segments,
         tail_key,
@@ -180,14 +181,12 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     Raises:
         TypeError, ValueError, RuntimeError: as in `rope_concat`.
     """
-    if torch.compiler.is_compiling() or _library.must_dispatch((out_a, lse_a, out_b, lse_b)):
+    if torch.compiler.is_compiling() or library.must_dispatch(out_a, lse_a, out_b, lse_b):
         return torch.ops.kvspeed.merge_states(out_a, lse_a, out_b, lse_b)
-    return _merge.run(out_a, lse_a, out_b, lse_b)
+    return merge.run(out_a, lse_a, out_b, lse_b)
 
 
-def empty_huge(
-    shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
-) -> Tensor:
+def empty_huge(shape: Sequence[int], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
     """`torch.empty`, whose memory the system is asked to back with huge pages.
 
     A large fresh tensor costs more in page faults than in copying; huge pages cut that several times. The content is

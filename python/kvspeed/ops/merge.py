@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvspeed import _checks as check
-from kvspeed._native import _C, DTYPE_CODES, isa_variable
+from kvspeed.ops import checks as check
+from kvspeed.ops.native import _C, DTYPE_CODES, isa_variable
 
 __all__ = ["run"]
 
