@@ -51,13 +51,12 @@ def _report() -> dict[str, Any]:
         "ok": False,
     }
     try:
-        from kvspeed import ops  # first: it says what to do where the extension is missing
-        from kvspeed import _C  # isort: skip
+        from kvspeed import ops
         from kvspeed.eval.selfcheck import CHECKS, DTYPES, run_checks
     except ImportError as error:
         report["fault"] = str(error)
         return report
-    build = _C.build_info()
+    build = ops.build_info()
     report["build"] = {
         "backend": "cuda and cpu" if build.get("cuda") else "cpu",
         "compiler": build.get("compiler"),
