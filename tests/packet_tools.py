@@ -142,7 +142,7 @@ def block_mask(lengths: list[int]) -> torch.Tensor:
 def masked_logits(
     model: Any,
     embeds: torch.Tensor,
-    mask: torch.Tensor,
+    mask: torch.Tensor | list[torch.Tensor],
     *,
     upper: tuple[int, torch.Tensor] | None = None,
     first_position: int = 0,
@@ -152,7 +152,7 @@ def masked_logits(
     Args:
         model: the unpatched model.
         embeds: `[T, hidden]`, input embeddings.
-        mask: bool `[T, T]`; sliding windows of the model are added to it.
+        mask: bool `[T, T]`, or one such mask or `[H_q, T, T]` a layer; sliding windows of the model are added to it.
         upper: `(k, mask)`: another mask for the layers from k on.
         first_position: position of token 0.
     """
@@ -162,11 +162,12 @@ def masked_logits(
 
     def replace_mask(module: Any, args: Any, kwargs: Any) -> Any:
         index = module.self_attn.layer_idx
-        seen = upper[1] if upper is not None and index >= upper[0] else mask
+        seen = mask[index] if isinstance(mask, list) else mask
+        seen = upper[1] if upper is not None and index >= upper[0] else seen
         if (getattr(config, "layer_types", None) or ["full_attention"] * len(layers))[index] == "sliding_attention":
             seen = seen & near
         added = torch.zeros(seen.shape, dtype=embeds.dtype).masked_fill(~seen, torch.finfo(embeds.dtype).min)
-        return args, {**kwargs, "attention_mask": added[None, None]}
+        return args, {**kwargs, "attention_mask": added[None] if added.ndim == 3 else added[None, None]}
 
     handles = [layer.register_forward_pre_hook(replace_mask, with_kwargs=True) for layer in layers]
     try:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from kvspeed import KVCache, Segment, patch_model, speed_mask, unpatch_model
@@ -11,6 +13,7 @@ from kvspeed.patch import patched, state_of
 from packet_tools import (
     block_mask,
     cached_logits,
+    changed,
     embed,
     masked_logits,
     packet_embeds,
@@ -274,6 +277,49 @@ def test_half_precision(tokenizer, dtype):
         got = cached_logits(model, cache, question, answer).float()
         # rounding of a whole model: wrong positions or masks give errors of the size of the spread itself
         assert (got - want).abs().max() < (0.25 if dtype == torch.bfloat16 else 0.05) * spread
+
+
+def test_packets_with_removed_tokens(tokenizer):
+    """Every head keeps tokens of its own; survivors stay at their positions, and the packet takes all of its places."""
+    model = patch_model(tiny_model("llama", layers=3))
+    packets, masks = [], []
+    for index in range(2):
+        packet = build_packet(model, tokenizer, random_text(10, index))
+        kept = torch.rand(3, 2, 10).argsort(-1)[..., :4]  # in any order, as presses leave them
+        rows = kept[..., None].expand(3, 2, 4, 16)
+        masks.append(torch.zeros(3, 2, 10, dtype=torch.bool).scatter(2, kept, True))
+        parts = {"keys": packet.keys.gather(2, rows), "values": packet.values.gather(2, rows)}
+        packets.append(changed(packet, positions=kept.int(), press={"name": "random"}, **parts))
+    question, answer = ids(4), ids(3, 1)
+    total = 20 + 7
+    per_layer = []
+    for layer in range(3):
+        seen = block_mask([10, 10, 7]).expand(4, total, total).clone()
+        for head in range(4):  # two query heads share a KV head
+            seen[head, 20:, :20] &= torch.cat([mask[layer, head // 2] for mask in masks])
+        per_layer.append(seen)
+    embeds = embed(model, [*packets[0].token_ids, *packets[1].token_ids, *question, *answer])
+    want = masked_logits(tiny_model("llama", layers=3), embeds, per_layer)[20:]
+    cache = assemble(packets, model=model)
+    assert cache.get_seq_length() == 20
+    torch.testing.assert_close(cached_logits(model, cache, question, answer), want, atol=ATOL, rtol=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["view", "copy"])
+def test_packets_may_go_once_the_cache_is_there(tokenizer, tmp_path, mode):
+    model = patch_model(tiny_model("llama", layers=3))
+    _, packets = blocks(model, tokenizer)
+    want = cached_logits(model, assemble(packets, model=model, mode=mode), ids(4), ids(2))
+    for index, packet in enumerate(packets):
+        packet.save(tmp_path / str(index))
+        packets[index] = type(packet).load(tmp_path / str(index))
+    cache = assemble(packets, model=model, mode=mode)
+    packets.clear()
+    for file in tmp_path.iterdir():
+        file.unlink()
+    gc.collect()
+    _rubbish = [torch.full((1000,), float("nan")) for _ in range(100)]
+    assert torch.equal(cached_logits(model, cache, ids(4), ids(2)), want)
 
 
 def test_rounded_frequencies_are_not_used(tokenizer):

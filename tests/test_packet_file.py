@@ -40,6 +40,13 @@ def test_round_trip_is_bit_exact(tmp_path, variant):
     assert_same_packet(packet, Packet.load(str(tmp_path / "p.safetensors"), verify=False))
 
 
+def test_any_text_round_trips(tmp_path):
+    for text in ("", "\0\n\x1b", "\ud800 lone", '"\\"', "é漢🥊" * 1000):
+        packet = random_packet(text=text, model_name=text)
+        packet.save(tmp_path / "p")
+        assert_same_packet(packet, Packet.load(tmp_path / "p"))
+
+
 def test_strided_tensors_round_trip(tmp_path):
     packet = random_packet(tokens=6)
     strided = changed(packet, keys=packet.keys.transpose(1, 2).contiguous().transpose(1, 2))

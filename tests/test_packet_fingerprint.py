@@ -135,6 +135,16 @@ def test_stable_across_processes():
     assert result.stdout.strip() == model_fingerprint(tiny_model("gemma3_text", layers=3, seed=5))
 
 
+def test_patching_changes_nothing():
+    from kvspeed import patch_model, unpatch_model
+
+    model = tiny_model("llama", layers=3)
+    before = model_fingerprint(model)
+    assert model_fingerprint(patch_model(model, k=2)) == before
+    assert model_fingerprint(model, refresh=True) == before
+    assert model_fingerprint(unpatch_model(model)) == before
+
+
 def test_tied_weights_and_non_contiguous_weights():
     tied = tiny_model("llama", layers=2, tie_word_embeddings=True)
     before = model_fingerprint(tied)

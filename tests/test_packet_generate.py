@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 import warnings
 
 import pytest
@@ -160,16 +162,35 @@ def test_sampling_is_passed_on(model, tokenizer):
     assert len(first) == 4 and len(set(first)) > 1
 
 
+def test_a_generation_config_decides(tokenizer):
+    model = tiny_model("llama", layers=2)
+    config = copy.deepcopy(model.generation_config)
+    config.do_sample, config.temperature, config.num_return_sequences = True, 2.0, 8
+    torch.manual_seed(0)
+    answers = generate(model, tokenizer, QUESTIONS[0], documents(model, tokenizer), generation_config=config)
+    assert len(answers) == 8 and len(set(answers)) > 1
+
+
 def test_greedy_without_warnings_even_where_the_model_would_sample(tokenizer):
     model = tiny_model("llama", layers=2)
     model.generation_config.do_sample = True
     model.generation_config.temperature = 0.6
     model.generation_config.top_p = 0.9
     packets = documents(model, tokenizer)
+    heard = []
+    handler = logging.Handler()
+    handler.emit = heard.append
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.WARNING)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         one = generate(model, tokenizer, QUESTIONS[0], packets, max_new_tokens=6)
         assert one == generate(model, tokenizer, QUESTIONS[0], packets, max_new_tokens=6)
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+    assert not heard, [record.getMessage() for record in heard]
     assert model.generation_config.do_sample is True and model.generation_config.temperature == 0.6
 
 
@@ -200,6 +221,15 @@ def test_the_model_is_left_as_it_was(tokenizer):
     generate(model, tokenizer, QUESTIONS[0], packets, max_new_tokens=2)
     assert state_of(model).spec.k == 2
     unpatch_model(model)
+
+
+@pytest.mark.parametrize("k", [None, 2])
+def test_dropout_is_off(tokenizer, k):
+    model = patch_model(tiny_model("llama", layers=3, attention_dropout=0.9), k=k)
+    for packets in (documents(model, tokenizer), []):  # the latter goes through the model's own attention
+        _, quiet, _ = ask(model.eval(), tokenizer, QUESTIONS, packets, preamble=False)
+        _, logits, _ = ask(model.train(), tokenizer, QUESTIONS, packets, preamble=False)
+        close(logits, quiet)
 
 
 def test_packets_are_not_written_to(model, tokenizer):

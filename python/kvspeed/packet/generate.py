@@ -134,7 +134,7 @@ def generate(
     if not return_stats:
         return result
     stats = GenerateStats(len(prefix), [len(prompt.question) for prompt in prompts])
-    stats.new_tokens = _lengths(new, _eos(model, generate_kwargs), pad_id(model))
+    stats.new_tokens = _lengths(new, _eos(model, generate_kwargs))
     stats.assemble_s = assembled - begin
     stats.ttft_s = (clock.first or time.perf_counter()) - begin
     stats.total_s = (clock.last or time.perf_counter()) - begin
@@ -161,8 +161,8 @@ def _run(
     for row, prompt in enumerate(prompts):
         mask[row, len(prefix) : len(prefix) + width - len(prompt.question)] = 0
     state: Any = state_of(model)
-    given = {"do_sample": False, "pad_token_id": pad, **kwargs}
-    if not given["do_sample"]:
+    given = {"pad_token_id": pad, **kwargs}
+    if "generation_config" not in given and not given.setdefault("do_sample", False):
         # a model's own sampling settings would only draw warnings
         for name in ("temperature", "top_p", "top_k"):
             given.setdefault(name, None)
@@ -237,12 +237,16 @@ def _check_room(model: nn.Module, total: int, width: int, new: int) -> None:
 
 def _eos(model: nn.Module, kwargs: dict[str, Any]) -> set[int]:
     value = kwargs.get("eos_token_id")
-    for config in (getattr(model, "generation_config", None), base_model(model).config):
+    for config in (
+        kwargs.get("generation_config"),
+        getattr(model, "generation_config", None),
+        base_model(model).config,
+    ):
         value = getattr(config, "eos_token_id", None) if value is None else value
     return {value} if isinstance(value, int) else set(value or ())
 
 
-def _lengths(new: torch.Tensor, eos: set[int], pad: int) -> list[int]:
+def _lengths(new: torch.Tensor, eos: set[int]) -> list[int]:
     """Tokens of each row up to and with its first EoS."""
     lengths = []
     for row in new.tolist():
