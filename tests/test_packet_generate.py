@@ -55,12 +55,16 @@ def documents(model, tokenizer, adapter=None, sizes=(6, 1, 14)):
     return [build_packet(model, tokenizer, random_text(n, n), adapter) for n in sizes]
 
 
-def oracle(model, tokenizer, question, packets, adapter=None, *, answer, preamble=None):
-    """Logits [steps, vocab] of one masked forward over everything, the answer's ids given."""
-    state = state_of(model)
-    spec = state.spec if state is not None else None
-    bare = type(model)(model.config).eval()
-    bare.load_state_dict(model.state_dict())
+def oracle(model, tokenizer, question, packets, adapter=None, *, answer, preamble=None, k=None):
+    """Logits [steps, vocab] of one masked forward over everything, the answer's ids given.
+
+    `k` is the depth where `model` is not patched any more.
+    """
+    state, bare = state_of(model), model
+    if state is not None:
+        k = state.spec.k if state.spec is not None else None
+        bare = type(model)(model.config).eval()
+        bare.load_state_dict(model.state_dict())
     prompt = prompt_ids(tokenizer, question, preamble=preamble)
     parts = [embed(bare, prompt.preamble)] if prompt.preamble else []
     parts += [packet_embeds(bare, packet, adapter) for packet in packets]
@@ -68,7 +72,7 @@ def oracle(model, tokenizer, question, packets, adapter=None, *, answer, preambl
     lengths = [len(part) for part in parts] + [len(last)]
     total = sum(lengths)
     start = total - len(answer) + 1
-    upper = (spec.k, speed_mask(start, total)) if spec is not None else None
+    upper = (k, speed_mask(start, total)) if k is not None else None
     return masked_logits(bare, torch.cat([*parts, last]), block_mask(lengths), upper=upper)[start - 1 :]
 
 
@@ -393,3 +397,23 @@ def test_a_prompt_beyond_the_models_positions(tokenizer):
 
 def test_it_is_one_function():
     assert generate is package_generate
+
+
+# --- the real model ---
+
+
+@pytest.mark.parametrize(("k", "mode", "steps"), [(None, "view", 4), (24, "copy", 2)])
+def test_smollm2(smollm2, k, mode, steps):
+    model, tokenizer = smollm2
+    texts = (
+        "Marta Holm was born in Bergen and works as a glass blower.",
+        "Pavel Duda was born in Brno and works as a pilot.",
+    )
+    question = "Where was Marta Holm born? Answer with the name of the city."
+    if k is not None:
+        patch_model(model, k=k)
+    packets = [build_packet(model, tokenizer, text) for text in texts]
+    _, logits, record = ask(model, tokenizer, question, packets, mode=mode, max_new_tokens=steps)
+    new = torch.cat((record.ids[-1][0], logits[0, -1].argmax()[None]))[record.ids[0].shape[1] :].tolist()
+    want = oracle(unpatch_model(model), tokenizer, question, packets, answer=new, k=k)
+    torch.testing.assert_close(logits[0], want, atol=2e-3, rtol=1e-3)
