@@ -144,8 +144,11 @@ class Answer(NamedTuple):
 
 
 def answer(model: torch.nn.Module, *args: Any, n: int = 5, **kwargs: Any) -> Answer:
-    """`generate`, greedy unless told otherwise, with the logits that chose the tokens."""
-    settings = dict(max_new_tokens=n, do_sample=False, output_logits=True, return_dict_in_generate=True, pad_token_id=0)
+    """`generate`, greedy unless told otherwise, with the logits that chose the tokens.
+
+    The padding token is none that can be generated: transformers would guess a mask from it in the next turn.
+    """
+    settings = dict(max_new_tokens=n, do_sample=False, output_logits=True, return_dict_in_generate=True, pad_token_id=600)
     output = model.generate(*args, **{**settings, **kwargs})
     logits = torch.stack(output.logits, 1).float() if output.logits is not None else None
     return Answer(output.sequences, logits, cache_of(output), output)

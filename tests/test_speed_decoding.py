@@ -94,7 +94,7 @@ def test_rows_that_end_early_do_not_disturb_the_others() -> None:
     prompts = ids_of(12, batch=3)
     free = answer(model, prompts, n=8)
     stop = int(free.sequences[0, 13])  # row 0 says this second: it ends there, and is padded from then on
-    found = answer(model, prompts, n=8, eos_token_id=stop)
+    found = answer(model, prompts, n=8, eos_token_id=stop, pad_token_id=0)
     for i in range(3):
         tokens = found.sequences[i, 12:].tolist()
         length = tokens.index(stop) + 1 if stop in tokens else len(tokens)
@@ -226,7 +226,7 @@ def test_arguments_by_every_name() -> None:
     model, prompt = speedy("llama"), ids_of(13)
     wanted = answer(model, prompt, n=4)
     config = GenerationConfig(
-        max_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True, pad_token_id=0
+        max_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True, pad_token_id=600
     )
     for args, kwargs in (
         ((), {"input_ids": prompt}),

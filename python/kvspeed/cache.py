@@ -113,6 +113,10 @@ class SegmentLayer(CacheLayerMixin):
         """Write `[B, H_kv, n, D]` at tail token `at` without changing `length`."""
         if self._key is None or self._value is None:
             self.lazy_initialization(key, value)
+        elif self.length == 0 and at == 0 and self._key.shape[0] not in (1, key.shape[0]):
+            self.lazy_initialization(key, value)  # emptied, and now used for another batch
+        elif self._key.is_inference() and not torch.is_inference_mode_enabled():
+            self._key, self._value = self._key.clone(), self._value.clone()  # torch forbids writing to the old ones
         end = at + key.shape[2]
         assert self._key is not None and self._value is not None
         if end > self._key.shape[2]:
@@ -184,7 +188,6 @@ class KVCache(DynamicCache):
         self.num_layers = len(layers)
         self._clear()
         self.spec = self._effective(spec)
-        self.prefix_ids: list[int] | None = None
 
     def _clear(self) -> None:
         self.assembled = 0  # positions that were assembled from packets, in either mode
@@ -193,7 +196,10 @@ class KVCache(DynamicCache):
         self.padding: torch.Tensor | None = None  # int64 [B]: left padding of each row
         self.deep_slots: list[int] = []  # slots of the tokens kept in layers >= k, in storage order, anchor area aside
         self.anchor_area = 0  # columns before them, one an anchor, where rows are padded or anchors were assembled
-        self.anchor_count: torch.Tensor | None = None  # int64 [B]: prompt tokens of that area a row has; None: all
+        self.anchor_count: torch.Tensor | None = None  # int64 [B]: tokens of that area a row has; None: no area
+        self.anchor_end = 0  # the area holds anchors among the slots before this one
+        self.anchor_only: set[int] = set()  # deep slots that only rows see in which they are anchors
+        self.prefix_ids: list[int] | None = None  # token ids of an assembled prefix
         self.plain_mask = True  # whether the attention mask was left padding and nothing more
         self._before: list[int] = []  # tail lengths before the forward that is running
 
@@ -268,7 +274,10 @@ class KVCache(DynamicCache):
             )
         self.prompt_end = prompt_end
         if self.spec is not None and self.spec.turns == "reset":
-            self._keep_deep([slot for slot in self.deep_slots if slot < self.spec.anchor_tokens])
+            shift = int(self.padding.max()) if self.padding is not None else 0
+            places = [(slot, slot if slot < self.assembled else slot - shift) for slot in self.deep_slots]
+            self._keep_deep([slot for slot, place in places if place < self.spec.anchor_tokens])
+            self.anchor_only = set(self.deep_slots)
 
     def start_forward(self, plan: Any) -> None:
         """A patched model's forward begins: `plan` says what it appends."""
@@ -284,8 +293,9 @@ class KVCache(DynamicCache):
         else:
             for layer in self._layers()[: self.depth]:
                 layer.forget()
+            self.padding, self.plain_mask = self.plan.padding, self.plan.plain_mask
             if self.plan.deep is not None:
-                self.deep_slots.extend(self.plan.deep.new_slots)
+                self.plan.deep.remember(self)
         self.plan = None
 
     # ---- transformers' Cache interface --------------------------------------------------------------------------------
@@ -320,6 +330,9 @@ class KVCache(DynamicCache):
         seen = self.get_seq_length()
         target = seen + max_length if max_length <= 0 else max_length
         if target >= seen:
+            return
+        if target <= 0:
+            self.reset()
             return
         for layer in self._layers()[: self.depth]:
             layer.check_crop(target)
@@ -404,6 +417,7 @@ class KVCache(DynamicCache):
     def _keep_deep(self, slots: list[int]) -> None:
         """Keep those deep tokens, which are the first of `deep_slots`."""
         self.deep_slots = slots
+        self.anchor_only &= set(slots)
         if self.spec is not None:
             for layer in self._layers()[self.spec.k :]:
                 layer.length = min(layer.length, self.anchor_area + len(slots))

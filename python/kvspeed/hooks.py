@@ -63,7 +63,7 @@ def lm_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
             "position_ids restart within a row (packed sequences), which SPEED does not support; give one sequence a row"
         )
     deep, labels = labelled_rows(state.spec, labels, mask)
-    plan = Plan(cache=None, past=0, first=None, kernels=False, deep=deep)
+    plan = Plan(cache=None, past=0, padding=None, plain_mask=True, kernels=False, deep=deep)
     kwargs.update(labels=labels.to(kwargs["labels"].device), kvspeed_plan=plan, use_cache=False)
     kwargs.pop(state.cache_name, None)
     return (), kwargs
@@ -97,15 +97,15 @@ def stack_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
             "attention_mask hides tokens that are not left padding, which SPEED does not support; pad on the left "
             "(tokenizer.padding_side = 'left') and give a 2-D mask [batch, tokens]"
         )
+    if state.spec is not None:
+        _check_places(past, tokens.shape[1], padding, kwargs.get("attention_mask"), kwargs.get("position_ids"))
     wants_weights = kwargs.get("output_attentions") or getattr(module.config, "output_attentions", False)
-    first = padding.to(torch.int32) if padding is not None else None
-    plan = Plan(cache=cache, past=past, first=first, kernels=plain and not wants_weights)
+    plan = Plan(cache=cache, past=past, padding=padding, plain_mask=plain, kernels=plain and not wants_weights)
     if state.spec is not None:
         plan.deep = plan_deep(state.spec, cache, past, tokens.shape[1], prompt_end, padding)
         if plan.deep.columns == 0:
             _DEPTH.set(state.spec.k)
     if cache is not None:
-        cache.padding = padding
         cache.start_forward(plan)
     kwargs["kvspeed_plan"] = plan
     return (), kwargs
@@ -156,9 +156,28 @@ def _padding(cache: KVCache | None, mask: Any, tokens: int) -> tuple[torch.Tenso
     hidden = (mask[:, prefix:] == 0).cpu()
     padding = hidden.to(torch.long).cumprod(1).sum(1)
     plain = bool((hidden.sum(1) == padding).all()) and bool((mask[:, :prefix] != 0).all())
-    if cache is not None:
-        cache.plain_mask = plain
     return (padding if bool(padding.any()) else None), plain
+
+
+def _check_places(
+    past: int, tokens: int, padding: torch.Tensor | None, mask: torch.Tensor | None, position_ids: torch.Tensor | None
+) -> None:
+    """Refuse a call whose mask or positions say that its tokens do not follow those in the cache."""
+    if mask is not None and mask.shape[1] != past + tokens:
+        raise ValueError(
+            f"attention_mask covers {mask.shape[1]} tokens, while the cache holds {past} and this call brings {tokens}; pass "
+            "only tokens that the cache has not seen, and a mask over both"
+        )
+    if position_ids is None or tokens == 1:  # a decode step is left alone: looking would cost a wait for the GPU
+        return
+    last = position_ids[:, -1].cpu()
+    wanted = past + tokens - 1 - (padding if padding is not None else torch.zeros_like(last))
+    if bool(((last != wanted) & (wanted >= 0)).any()):  # a row may still be nothing but padding
+        raise ValueError(
+            f"position_ids end at {last.tolist()}, while the tokens end at {wanted.tolist()} (those in the cache, {past}, and "
+            f"those of this call, {tokens}, without left padding); SPEED needs absolute positions. transformers' own chunked "
+            "prefill of padded rows (4.57) and assisted decoding on a filled cache (5.x) get here: do without one of the two"
+        )
 
 
 def _refuse_cache(cache: Any, k: int, layers: int) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -29,16 +30,23 @@ class Plan:
     Attributes:
         cache: the KVCache in use, or None (training, `use_cache=False`).
         past: tokens that the cache has seen before this forward.
-        first: int32 `[B]`, left padding of each row counted in tail slots; None where no row is padded.
+        padding: int64 `[B]` on the CPU, left padding of each row counted in tail slots; None where no row is padded.
+        plain_mask: whether the attention mask was left padding and nothing more.
         kernels: whether `ops.segment_attention` may serve this forward (no gradients, no dropout, no weights wanted).
         deep: what layers >= k do; None where every layer takes every token.
     """
 
     cache: KVCache | None
     past: int
-    first: torch.Tensor | None
+    padding: torch.Tensor | None
+    plain_mask: bool
     kernels: bool
     deep: DeepPlan | None = None
+
+    @cached_property
+    def first(self) -> torch.Tensor | None:
+        """`padding` as the kernels take it: int32 `[B]`."""
+        return self.padding.to(torch.int32) if self.padding is not None else None
 
 
 class Keys(NamedTuple):
@@ -71,6 +79,9 @@ class DeepPlan:
         kept: how many columns in storage order stay after the forward.
         anchors: columns, first in order, that go to the anchor area from `anchor_at` on.
         arriving: bool `[B, anchors]` or None: rows whose anchor is in this forward.
+        new_slots: slots of the columns that stay, the anchor area aside.
+        new_anchor_only: those of them that only rows see in which they are anchors.
+        area: the anchor area's `(columns, count of each row, end)` in padded rows, else None.
     """
 
     spec: SpeedSpec
@@ -84,6 +95,8 @@ class DeepPlan:
     anchors: int = 0
     arriving: torch.Tensor | None = None
     new_slots: list[int] = field(default_factory=list)
+    new_anchor_only: set[int] = field(default_factory=set)
+    area: tuple[int, torch.Tensor, int] | None = None
     _masks: dict[int | None, torch.Tensor | None] = field(default_factory=dict)
     _gathered: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
@@ -141,7 +154,7 @@ class DeepPlan:
             key, value = key[:, :, order], value[:, :, order]
         at = layer.length
         if self.anchors:
-            if self.arriving is not None and layer.keys is not None:
+            if self.arriving is not None and layer.length > 0:
                 old_key, old_value = layer.keys[:, :, : self.anchors], layer.values[:, :, : self.anchors]  # type: ignore[index]
                 arriving = self.arriving.to(key.device)[:, None, :, None]
                 layer.write(
@@ -158,10 +171,20 @@ class DeepPlan:
         return layer.view(at + key.shape[2])
 
 
+    def remember(self, cache: KVCache) -> None:
+        """The forward is over: tell `cache` what of it stays."""
+        cache.deep_slots.extend(self.new_slots)
+        cache.anchor_only |= self.new_anchor_only
+        if self.area is not None:
+            cache.anchor_area, cache.anchor_count, cache.anchor_end = self.area
+
+
 def plan_deep(
     spec: SpeedSpec, cache: KVCache | None, past: int, tokens: int, prompt_end: int, padding: torch.Tensor | None
 ) -> DeepPlan:
     """Plan the deep layers for `tokens` new tokens at slots `past` on, of which those below `prompt_end` are prompt."""
+    if padding is None and cache is not None and cache.anchor_count is not None:  # the padded rows were left behind
+        padding = torch.zeros_like(cache.anchor_count)
     if padding is None:
         return _plan_uniform(spec, cache, past, tokens, prompt_end)
     return _plan_padded(spec, cache, past, tokens, prompt_end, padding)
@@ -210,56 +233,66 @@ def _plan_padded(
     """Left-padded rows: each row's anchors lie at its own slots, in an anchor area that comes first in storage."""
     end, batch = past + tokens, padding.shape[0]
     old = list(cache.deep_slots) if cache is not None else []
-    # The area holds the anchors among the first turn's prompt tokens; anchor tokens of an answer are kept as answers.
+    hidden = set(cache.anchor_only) if cache is not None else set()
+    prefix = cache.assembled if cache is not None else 0
+    # The area holds the anchors among the first turn's prompt tokens. Where a row's prompt was shorter than that, its
+    # later anchors are kept like answers: seen by all if they are answers, else only by rows in which they are anchors.
     if cache is not None and cache.anchor_count is not None:
-        count, area = cache.anchor_count, cache.anchor_area
-    elif cache is not None and (old or cache.anchor_area):  # anchors came with assembled packets
-        count, area = torch.zeros(batch, dtype=torch.long), 0
+        area, count, area_end = cache.anchor_area, cache.anchor_count, cache.anchor_end
+    elif cache is not None and (old or prefix):  # anchors came with assembled packets
+        area, count, area_end = 0, torch.zeros(batch, dtype=torch.long), prefix
     else:
         count = (prompt_end - padding).clamp(0, spec.anchor_tokens)
-        area = int(count.max()) if batch else 0
+        area, area_end = int(count.max()) if batch else 0, prompt_end
     column = torch.arange(area)
     area_slot = padding[:, None] + column  # [B, area]
     real = column < count[:, None]
     arriving = real & (area_slot >= past) & (area_slot < end)
     anchors = area if bool(arriving.any()) else 0
-    boundary = [prompt_end - 1] if past <= prompt_end - 1 < end else []
+    boundary = prompt_end - 1 if past <= prompt_end - 1 < end else None
+    late_end = min(end, prompt_end, int(padding.max()) + spec.anchor_tokens) if batch else 0
+    late = list(range(max(past, area_end), late_end))
     answers = list(range(max(past, prompt_end), end))
-    keep = spec.boundary == "keep"
-    plain_columns = boundary + answers
-    stored = plain_columns if keep or cache is None else answers + boundary
-    kept = len(stored) if keep else len(answers)
+    keep = spec.boundary == "keep" or boundary in late
+    shallow = [slot for slot in late if slot != boundary]
+    plain_columns = shallow + ([boundary] if boundary is not None else []) + answers
+    # A transient boundary token is written last, where dropping it costs nothing; without a cache nothing is written.
+    dropped = [boundary] if boundary is not None and not keep else []
+    stored = [slot for slot in plain_columns if slot not in dropped] + dropped if cache is not None else plain_columns
+    kept = len(stored) - len(dropped)
+    new_hidden = set(late) - ({boundary} if spec.boundary == "keep" else set())
     column_slot = torch.cat(
         [area_slot[:, :anchors], torch.tensor([plain_columns], dtype=torch.long).reshape(1, -1).expand(batch, -1)], 1
     )
     keys = torch.tensor([old + stored], dtype=torch.long).reshape(1, -1).expand(batch, -1)
-    prefix = cache.assembled if cache is not None else 0
     keys = torch.where(keys < prefix, keys + padding[:, None], keys)  # packets lie before the padding: undo its shift
     key_slot = torch.cat([area_slot, keys], 1)
     # An anchor that is also the boundary token stands twice in its row; the anchor's copy counts.
     twice = (keys - padding[:, None]) < count[:, None]
     key_seen = torch.cat([real & (area_slot < end), ~twice], 1)
-    key_answer = torch.ones(batch, key_slot.shape[1], dtype=torch.bool)
-    if boundary and not keep:
-        key_answer[:, area + len(old) + stored.index(boundary[0])] = False
+    unseen = hidden | new_hidden | set(dropped)
+    key_answer = torch.tensor([True] * area + [slot not in unseen for slot in old + stored]).expand(batch, -1)
     order = None
     if stored != plain_columns:
         moved = [anchors + plain_columns.index(slot) for slot in stored]
         order = torch.tensor([*range(anchors), *moved])
-    if cache is not None:
-        cache.anchor_area, cache.anchor_count = area, count
     return DeepPlan(
         spec=spec,
         index=(column_slot - past).clamp(0, tokens - 1),
         keys=lambda: Keys(key_slot, key_seen, key_answer),
         padding=padding[:, None],
         query_slot=column_slot,
-        plain=column_slot.shape[1] == 1 and spec.upper_attention == "causal" and bool(key_seen.all()),
+        plain=column_slot.shape[1] == 1
+        and spec.upper_attention == "causal"
+        and not hidden
+        and bool(key_seen.all()),
         order=order,
         kept=kept,
         anchors=anchors,
         arriving=arriving if anchors else None,
         new_slots=stored[:kept],
+        new_anchor_only=new_hidden,
+        area=(area, count, area_end),
     )
 
 
