@@ -156,6 +156,15 @@ def test_beams_in_a_batch(model, tokenizer):
     assert answers == [generate(model, tokenizer, question, packets, **options) for question in QUESTIONS]
 
 
+@pytest.mark.parametrize("mode", ["view", "copy"])
+def test_prompt_lookup_changes_no_answer(model, tokenizer, mode):
+    """Candidates come from the packets' own ids; verifying several at once, and dropping some, is greedy decoding."""
+    packets = documents(model, tokenizer, sizes=(12, 20)) * 2
+    options = dict(mode=mode, max_new_tokens=12, eos_token_id=-1)
+    plain = generate(model, tokenizer, QUESTIONS[0], packets, **options)
+    assert generate(model, tokenizer, QUESTIONS[0], packets, prompt_lookup_num_tokens=3, **options) == plain
+
+
 def test_sampling_is_passed_on(model, tokenizer):
     packets = documents(model, tokenizer)
     options = dict(do_sample=True, temperature=1.5, top_k=0, num_return_sequences=4, max_new_tokens=8)

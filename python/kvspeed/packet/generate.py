@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -117,7 +120,7 @@ def generate(
         for one in questions
     ]
     with patched(model), evaluating(model):
-        head = _preamble(model, tokenizer, preamble, prompts[0], chat_template_kwargs)
+        head = _preamble(model, tokenizer, preamble, prompts[0])
         width = max(len(prompt.question) for prompt in prompts)
         blocks = check_blocks(packets, head, model)
         total = sum(block.length for block in blocks) + width + max_new_tokens
@@ -125,13 +128,13 @@ def generate(
         cache = lay_out(blocks, model, mode, total)
         prefix = cache.prefix_ids or []
         assembled = time.perf_counter()
-        clock = _Clock()
+        clock = _Clock() if return_stats else None
         output = _run(model, cache, prompts, prefix, max_new_tokens, clock, generate_kwargs)
     new = output[:, len(prefix) + width :]
     answers = tokenizer.batch_decode(new, skip_special_tokens=True)
     one = isinstance(question, str) and len(answers) == 1
     result = answers[0] if one else answers
-    if not return_stats:
+    if clock is None:
         return result
     stats = GenerateStats(len(prefix), [len(prompt.question) for prompt in prompts])
     stats.new_tokens = _lengths(new, _eos(model, generate_kwargs))
@@ -148,7 +151,7 @@ def _run(
     prompts: list[PromptIds],
     prefix: list[int],
     max_new_tokens: int,
-    clock: _Clock,
+    clock: _Clock | None,
     kwargs: dict[str, Any],
 ) -> torch.Tensor:
     """Call the model's `generate`; returns int64 `[rows, prefix + question + new]`."""
@@ -166,11 +169,38 @@ def _run(
         # a model's own sampling settings would only draw warnings
         for name in ("temperature", "top_p", "top_k"):
             given.setdefault(name, None)
-    given["stopping_criteria"] = StoppingCriteriaList([clock, *(kwargs.get("stopping_criteria") or [])])
-    generated: Any = model.generate(  # type: ignore[operator]
-        input_ids=ids, attention_mask=mask, max_new_tokens=max_new_tokens, **{state.cache_name: cache}, **given
-    )
+    if clock is not None:
+        given["stopping_criteria"] = StoppingCriteriaList([clock, *(kwargs.get("stopping_criteria") or [])])
+    given |= {"input_ids": ids, "attention_mask": mask, "max_new_tokens": max_new_tokens, state.cache_name: cache}
+    with _only_new_tokens(inner, cache):
+        generated: Any = model.generate(**given)  # type: ignore[operator]
     return generated if isinstance(generated, torch.Tensor) else generated.sequences
+
+
+@contextmanager
+def _only_new_tokens(inner: Any, cache: KVCache) -> Iterator[None]:
+    """Keep what `cache` holds out of the first forward of assisted decoding, which transformers 5 does not do itself."""
+    prepare = inner.prepare_inputs_for_generation
+    if "next_sequence_length" not in inspect.signature(prepare).parameters:
+        yield
+        return
+    before = vars(inner).get("prepare_inputs_for_generation")
+
+    @functools.wraps(prepare)
+    def shortened(input_ids: torch.Tensor, next_sequence_length: int | None = None, **kwargs: Any) -> Any:
+        seen = cache.get_seq_length()
+        if next_sequence_length is None and 0 < seen < input_ids.shape[1]:
+            next_sequence_length = input_ids.shape[1] - seen
+        return prepare(input_ids, next_sequence_length=next_sequence_length, **kwargs)
+
+    inner.prepare_inputs_for_generation = shortened
+    try:
+        yield
+    finally:
+        if before is None:
+            del inner.prepare_inputs_for_generation
+        else:
+            inner.prepare_inputs_for_generation = before
 
 
 class _Clock(StoppingCriteria):
@@ -191,9 +221,7 @@ class _Clock(StoppingCriteria):
 _kept_preambles: weakref.WeakKeyDictionary[nn.Module, dict[Any, Packet]] = weakref.WeakKeyDictionary()
 
 
-def _preamble(
-    model: nn.Module, tokenizer: Any, preamble: Preamble, prompt: PromptIds, template: dict[str, Any] | None
-) -> Packet | None:
+def _preamble(model: nn.Module, tokenizer: Any, preamble: Preamble, prompt: PromptIds) -> Packet | None:
     """The preamble's block, from those kept with the model where it is there."""
     if isinstance(preamble, Packet):
         return preamble
