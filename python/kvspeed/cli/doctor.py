@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 from dataclasses import asdict
 from importlib import metadata
 from typing import Annotated, Any
@@ -44,6 +45,7 @@ def _report() -> dict[str, Any]:
             "threads": torch.get_num_threads(),
             "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
             "openmp": torch.backends.openmp.is_available(),
+            "openmp_runtimes": [],
         },
         "devices": _devices(),
         "build": None,
@@ -69,6 +71,7 @@ def _report() -> dict[str, Any]:
         for check in run_checks():
             report["checks"].append({**asdict(check), "ok": check.ok})
             advance(check.kernel)
+    report["cpu"]["openmp_runtimes"] = _openmp_runtimes()
     report["ok"] = bool(report["checks"]) and all(check["ok"] for check in report["checks"])
     return report
 
@@ -94,6 +97,16 @@ def _cpu_name() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
+
+
+def _openmp_runtimes() -> list[str]:
+    """Paths of the OpenMP libraries in this process (Linux); two of them are two thread pools in each other's way."""
+    try:
+        with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
+            paths = {line.split(maxsplit=5)[-1].strip() for line in lines if "/lib" in line}
+    except OSError:
+        return []
+    return sorted(path for path in paths if re.match(r"lib(gomp|omp|iomp)", os.path.basename(path)))
 
 
 def _devices() -> list[dict[str, Any]]:
@@ -155,6 +168,11 @@ def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
             ("CUDA architectures", ", ".join(build["cuda_architectures"]) or "none built"),
         ]
     devices = [f"{one['name']} ({one['architecture']})" for one in report["devices"]]
+    runtimes = cpu["openmp_runtimes"]
+    if len(runtimes) > 1:
+        lines.append(
+            ("warning", f"{len(runtimes)} OpenMP runtimes are loaded, which slows both: {', '.join(runtimes)}")
+        )
     lines.append(("CUDA devices", ", ".join(devices) or "none"))
     return lines
 
