@@ -8,6 +8,7 @@ for the deep layers of SPEED whenever several columns run there at once.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -57,7 +58,7 @@ def attention_forward(
         if plan.deep is not None and index >= plan.deep.spec.k:
             out = _deep(plan.deep, query, key, value, scale, softcap, window, dropout, plan.kernels)
             return out.transpose(1, 2).contiguous(), None
-        segments = plan.cache.layers[index].segments if plan.cache is not None else None
+        segments = plan.cache.layer(index).segments if plan.cache is not None else None
         few = query.shape[2] <= _MAX_KERNEL_QUERIES and (plan.past > 0 or query.shape[2] == 1)
         if plan.cache is not None and (segments or (few and plan.kernels and _covered(query))):
             inv_freq = module._kvspeed.inv_freq(index) if segments else None  # type: ignore[union-attr, operator]
@@ -91,7 +92,7 @@ def _segments(
     window: int | None,
 ) -> torch.Tensor:
     assert plan.cache is not None
-    layer = plan.cache.layers[index]
+    layer = plan.cache.layer(index)
     segments, start, first = layer.segments, layer.prefix + layer.start, plan.first
     copied = plan.cache.assembled - layer.prefix
     if copied and first is not None:  # packets were copied to the tail's front; the rows' padding comes after them
@@ -99,9 +100,11 @@ def _segments(
         key, value, start = key[:, :, copied:], value[:, :, copied:], copied
     if first is not None and layer.start:
         first = (first - layer.start).clamp_min(0)
-    common = {"inv_freq": inv_freq, "scale": scale, "softcap": softcap, "window": window}
+    attend = functools.partial(
+        ops.segment_attention, inv_freq=inv_freq, scale=scale, softcap=softcap, window=window, tail_start=start
+    )
     if window is None or first is None or not segments:
-        return ops.segment_attention(query, segments, key, value, tail_start=start, tail_first=first, **common)
+        return attend(query, segments, key, value, tail_first=first)  # type: ignore[return-value]
     # Padding lies between the segments and the row's first token, so distances to the segments differ by row.
     rows = []
     for row, skip in enumerate(first.tolist()):
@@ -109,13 +112,11 @@ def _segments(
         new = min(query.shape[2], key.shape[2] - skip)
         out = torch.zeros_like(query[row : row + 1])
         if new > 0:
-            out[:, :, query.shape[2] - new :] = ops.segment_attention(
+            out[:, :, query.shape[2] - new :] = attend(  # type: ignore[assignment]
                 query[row : row + 1, :, query.shape[2] - new :],
                 [_one_row(segment, row) for segment in segments],
                 key[row : row + 1, :, skip:],
                 value[row : row + 1, :, skip:],
-                tail_start=start,
-                **common,
             )
         rows.append(out)
     return torch.cat(rows)
@@ -145,7 +146,9 @@ def _deep(
         return query
     mask = deep.mask(window)
     if mask is None and kernels and _covered(query):
-        return ops.segment_attention(query, [], key, value, inv_freq=None, scale=scale, softcap=softcap)
+        return ops.segment_attention(  # type: ignore[return-value]
+            query, [], key, value, inv_freq=None, scale=scale, softcap=softcap
+        )
     if mask is not None:
         mask = mask.to(query.device)
     if not softcap:
@@ -163,8 +166,7 @@ def _deep(
 
 def _own_attention(module: nn.Module) -> Callable[..., Any]:
     """What the model would call unpatched."""
-    state = module._kvspeed
-    name = state.config._attn_implementation  # type: ignore[union-attr]
+    name = module._kvspeed.config._attn_implementation  # type: ignore[union-attr]
     if name == "eager":
         return sys.modules[type(module).__module__].eager_attention_forward
     return ALL_ATTENTION_FUNCTIONS[name]

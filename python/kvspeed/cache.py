@@ -2,8 +2,8 @@
 """A KV cache made of segments: read-only runs that lie elsewhere, and one growing tail with spare capacity.
 
 `KVCache` is a transformers `Cache`, so `generate` and plain forwards take it. Three things set it apart from
-`DynamicCache`: appending never copies what is there already (no `torch.cat` a step), the prompt may lie in segments that
-other caches share, and layers may hold different tokens, which is how SPEED keeps prompt KV out of the layers >= k.
+`DynamicCache`: appending never copies what is there already (no `torch.cat` a step), the prompt may lie in segments
+that other caches share, and layers may hold different tokens: so SPEED keeps prompt KV out of the layers >= k.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ROLLBACK = 64  # tokens that a sliding layer keeps beyond its window, for assis
 class SegmentLayer(CacheLayerMixin):
     """The KV of one layer: `segments` (shared, never written) and a tail `[B, H_kv, capacity, D]`.
 
-    With a `window` the layer forgets tokens that no later query can see; `start` of them are gone from the tail's front.
+    With a `window` the layer forgets tokens that no later query can see; `start` of them are gone from the front.
     """
 
     is_compileable = False
@@ -49,12 +49,12 @@ class SegmentLayer(CacheLayerMixin):
         return f"SegmentLayer(prefix={self.prefix}, length={self.length})"
 
     @property
-    def keys(self) -> torch.Tensor | None:
+    def keys(self) -> torch.Tensor | None:  # type: ignore[override]
         """The tail's keys `[B, H_kv, length, D]`, or None before the first token."""
         return None if self._key is None else self._key[:, :, : self.length]
 
     @property
-    def values(self) -> torch.Tensor | None:
+    def values(self) -> torch.Tensor | None:  # type: ignore[override]
         """The tail's values `[B, H_kv, length, D]`, or None before the first token."""
         return None if self._value is None else self._value[:, :, : self.length]
 
@@ -97,8 +97,8 @@ class SegmentLayer(CacheLayerMixin):
         kept = target - self.prefix - self.start
         if self.start > 0 and self.window is not None and kept < self.window - 1:
             raise ValueError(
-                f"cannot crop to {target} tokens: a sliding-window layer has forgotten its first {self.start}; crop at most "
-                f"{max(0, self.length - self.window + 1)} tokens"
+                f"cannot crop to {target} tokens: a sliding-window layer has forgotten its first {self.start}; crop "
+                f"at most {max(0, self.length - self.window + 1)} tokens"
             )
 
     def crop(self, target: int) -> None:
@@ -127,8 +127,8 @@ class SegmentLayer(CacheLayerMixin):
             self.map_rows(torch.zeros(key.shape[0], dtype=torch.long))
         if key.shape[0] != self._key.shape[0]:
             raise ValueError(
-                f"this cache holds {self._key.shape[0]} rows and the model was given {key.shape[0]}; continue a batch with "
-                "as many rows as it began with"
+                f"this cache holds {self._key.shape[0]} rows and the model was given {key.shape[0]}; continue a batch "
+                "with as many rows as it began with"
             )
         self._key[:, :, at:end] = key
         self._value[:, :, at:end] = value
@@ -183,7 +183,7 @@ class KVCache(DynamicCache):
     """
 
     def __init__(self, config: Any, *, capacity: int | None = None, spec: SpeedSpec | None = None) -> None:
-        layers = [SegmentLayer(capacity or 0, window) for window in _windows(config)]
+        layers: list[Any] = [SegmentLayer(capacity or 0, window) for window in _windows(config)]
         Cache.__init__(self, layers=layers)
         self.num_layers = len(layers)
         self._clear()
@@ -211,10 +211,14 @@ class KVCache(DynamicCache):
         """Layers that hold every token: k under SPEED, else all."""
         return self.spec.k if self.spec is not None else self.num_layers
 
-    # ---- filling it with a prompt that exists already -----------------------------------------------------------------
+    def layer(self, index: int) -> SegmentLayer:
+        """The KV of layer `index`."""
+        return self._layers()[index]
+
+    # ---- filling it with a prompt that exists already --------------------------------------------------------------
 
     def set_segments(self, per_layer: Sequence[Sequence[Segment]], length: int) -> None:
-        """View mode: use `per_layer[l]`, the segments of layer l < depth, where they lie; they cover `length` positions.
+        """View mode: use `per_layer[l]`, the segments of layer l < depth, in place; they cover `length` positions.
 
         Raises:
             ValueError: the wrong number of layers, or the cache is not empty.
@@ -227,7 +231,7 @@ class KVCache(DynamicCache):
         self.assembled = length
 
     def set_storage(self, keys: torch.Tensor, values: torch.Tensor, length: int) -> None:
-        """Copy mode: take `keys`, `values` `[depth, H_kv, capacity, D]`, filled up to `length`, as the layers' storage."""
+        """Copy mode: take `keys`, `values` `[depth, H_kv, capacity, D]`, filled up to `length`, as storage."""
         self._check_empty("set_storage")
         if keys.shape[0] != self.depth or values.shape[0] != self.depth:
             raise ValueError(
@@ -257,7 +261,7 @@ class KVCache(DynamicCache):
             elif self.spec is not None:
                 layer.reserve(layer.length + self.spec.anchor_tokens + 1 + (positions if answers is None else answers))
 
-    # ---- turns --------------------------------------------------------------------------------------------------------
+    # ---- turns -----------------------------------------------------------------------------------------------------
 
     def begin_turn(self, prompt_end: int) -> None:
         """Declare that tokens up to the absolute slot `prompt_end` are prompt, and those after it answer.
@@ -270,7 +274,7 @@ class KVCache(DynamicCache):
         seen = self.get_seq_length()
         if prompt_end <= seen:
             raise ValueError(
-                f"the prompt ends at token {prompt_end} and the cache has seen {seen} already; pass at least one new token"
+                f"the prompt ends at token {prompt_end} and the cache has seen {seen}; pass at least one new token"
             )
         self.prompt_end = prompt_end
         if self.spec is not None and self.spec.turns == "reset":
@@ -298,7 +302,7 @@ class KVCache(DynamicCache):
                 self.plan.deep.remember(self)
         self.plan = None
 
-    # ---- transformers' Cache interface --------------------------------------------------------------------------------
+    # ---- transformers' Cache interface -----------------------------------------------------------------------------
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -307,7 +311,7 @@ class KVCache(DynamicCache):
         if self.plan is None:
             if self.spec is not None:
                 raise RuntimeError(
-                    f"this cache was made under SPEED with k={self.spec.k}; use it with the model that is patched so, or "
+                    f"this cache was made under SPEED with k={self.spec.k}; use it with the model patched so, or "
                     "give the unpatched model a cache of its own"
                 )
             if layer.segments:
@@ -375,7 +379,7 @@ class KVCache(DynamicCache):
     def max_batch_size(self) -> int:
         return self._rows()
 
-    # ---- accounting ---------------------------------------------------------------------------------------------------
+    # ---- accounting ------------------------------------------------------------------------------------------------
 
     def kv_bytes(self) -> int:
         """Bytes of the KV of stored tokens; a segment counts once, however many rows read it."""
@@ -391,10 +395,10 @@ class KVCache(DynamicCache):
         storage = [t for layer in self._layers() for t in (layer._key, layer._value) if t is not None]
         return sum(t.numel() * t.element_size() for t in storage)
 
-    # ---- inside -------------------------------------------------------------------------------------------------------
+    # ---- inside ----------------------------------------------------------------------------------------------------
 
     def _layers(self) -> list[SegmentLayer]:
-        return self.layers
+        return self.layers  # type: ignore[return-value]
 
     def _rows(self) -> int:
         for layer in self._layers():

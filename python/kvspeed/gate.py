@@ -68,7 +68,9 @@ class VerifyReport:
         rows = [f"kvspeed.verify: {self.model} ({self.dtype}): {'ok' if self.ok else 'FAILED'}"]
         for check in self.checks:
             mark = "ok    " if check.ok else "FAILED"
-            rows.append(f"  {mark} {check.name}: error {check.error:.1e}, allowed {check.tolerance:.1e} {check.note}".rstrip())
+            rows.append(
+                f"  {mark} {check.name}: error {check.error:.1e}, allowed {check.tolerance:.1e} {check.note}".rstrip()
+            )
         return "\n".join(rows)
 
 
@@ -192,7 +194,7 @@ def _speed(model: nn.Module, ids: torch.Tensor, spec: SpeedSpec | None) -> float
 @contextmanager
 def _masked(model: nn.Module, k: int, mask: torch.Tensor) -> Iterator[None]:
     """The unpatched model with `mask` (bool [T, T]) in the layers >= k, sliding windows kept."""
-    base = base_model(model)
+    base: Any = base_model(model)
     eager = base.config._attn_implementation == "eager"
     distance = torch.arange(mask.shape[0])[:, None] - torch.arange(mask.shape[0])[None]
 
@@ -204,7 +206,7 @@ def _masked(model: nn.Module, k: int, mask: torch.Tensor) -> Iterator[None]:
             seen = torch.zeros(seen.shape, dtype=weight.dtype).masked_fill(~seen, torch.finfo(weight.dtype).min)
         return args, {**kwargs, "attention_mask": seen[None, None].to(weight.device)}
 
-    handles = [layer.register_forward_pre_hook(hook, with_kwargs=True) for layer in list(base.layers)[k:]]  # type: ignore[arg-type]
+    handles = [layer.register_forward_pre_hook(hook, with_kwargs=True) for layer in list(base.layers)[k:]]
     try:
         yield
     finally:
@@ -227,7 +229,7 @@ def _generate(model: nn.Module, ids: torch.Tensor) -> Any:
 
 
 def _prompt(model: nn.Module, tokenizer: Any) -> torch.Tensor:
-    config = base_model(model).config
+    config: Any = base_model(model).config
     generator = torch.Generator().manual_seed(0)
     tokens = min(_TOKENS, int(getattr(config, "max_position_embeddings", 2048)) // 4)
     ids = torch.randint(min(10, config.vocab_size - 1), config.vocab_size, (1, tokens), generator=generator)
@@ -242,5 +244,3 @@ def _prompt(model: nn.Module, tokenizer: Any) -> torch.Tensor:
 def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
     found, expected = found.double(), expected.double()
     return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
-
-

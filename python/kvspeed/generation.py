@@ -13,7 +13,11 @@ from kvspeed.hooks import PROMPT_END
 
 __all__ = ["generate"]
 
-_DYNAMIC = (None, "dynamic", "dynamic_full")  # cache kinds that a KVCache stands in for; the last is an assistant's in 4.57
+_DYNAMIC = (
+    None,
+    "dynamic",
+    "dynamic_full",
+)  # cache kinds that a KVCache stands in for; the last is an assistant's in 4.57
 _MAX_RESERVE = 4096  # answer tokens; a cache grows beyond
 
 
@@ -94,12 +98,12 @@ def _check_kind(spec: Any, asked: bool, kind: str | None, given: Any) -> None:
         what = f"a {type(given).__name__}" if isinstance(given, Cache) else f"a cache of type {type(given).__name__}"
         filled = " that is not empty" if type(given).__name__ == "DynamicCache" else ""
         raise ValueError(
-            f"generate under SPEED (k={spec.k}) was given {what}{filled}, which cannot hold different tokens in different "
-            "layers; pass none, an empty DynamicCache, or the kvspeed.KVCache of an earlier turn"
+            f"generate under SPEED (k={spec.k}) was given {what}{filled}, which cannot hold different tokens in "
+            "different layers; pass none, an empty DynamicCache, or the kvspeed.KVCache of an earlier turn"
         )
     if kind not in _DYNAMIC and not (kind == "hybrid" and not asked):
         raise ValueError(
-            f"cache_implementation is {kind!r}, and SPEED (k={spec.k}) supports only its own dynamic cache; leave it out"
+            f"cache_implementation is {kind!r}, and SPEED (k={spec.k}) supports only its own cache; leave it out"
         )
 
 

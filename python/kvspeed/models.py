@@ -52,14 +52,17 @@ def causal_lm(model: nn.Module) -> nn.Module:
                 f"model is wrapped by PEFT with {config.peft_type}, which prepends virtual tokens; kvspeed supports "
                 "adapters that leave the tokens alone (LoRA and its kin): merge or remove this one first"
             )
-        return model.get_base_model()
+        return model.get_base_model()  # type: ignore[operator]
     return model
 
 
 def base_model(model: nn.Module) -> nn.Module:
     """The decoder stack (the module that owns `layers` and `rotary_emb`) of a causal LM, bare or wrapped by PEFT."""
     inner = causal_lm(model)
-    names = (getattr(inner, "base_model_prefix", ""), "model")  # Gemma 3 before transformers 5 names a prefix it has not
+    names = (
+        getattr(inner, "base_model_prefix", ""),
+        "model",
+    )  # Gemma 3 before transformers 5 names a prefix it has not
     candidates = [inner, *(getattr(inner, name, None) for name in names if name)]
     stack = next((module for module in candidates if hasattr(module, "layers")), None)
     if stack is None:
@@ -94,7 +97,8 @@ def cache_argument(module: nn.Module) -> str:
 
 def attention_modules(model: nn.Module) -> list[Any]:
     """The attention module of every decoder layer, in order."""
-    return [layer.self_attn for layer in base_model(model).layers]
+    stack: Any = base_model(model)
+    return [layer.self_attn for layer in stack.layers]
 
 
 def _known() -> str:

@@ -37,7 +37,7 @@ class PatchState:
     def __init__(self, model: nn.Module, spec: SpeedSpec | None) -> None:
         base = base_model(model)
         self.spec = spec
-        self.config = base.config
+        self.config: Any = base.config
         self.cache_name = cache_argument(base)
         self.layers = len(base.layers)  # type: ignore[arg-type]
         self.handles: list[Any] = []
@@ -62,7 +62,9 @@ class PatchState:
             ValueError: both sides are named.
         """
         if cache.num_layers != self.layers:
-            raise ValueError(f"the cache has {cache.num_layers} layers, the model {self.layers}; make one for this model")
+            raise ValueError(
+                f"the cache has {cache.num_layers} layers, the model {self.layers}; make one for this model"
+            )
         if cache.spec == self.spec:
             return
         if cache.get_seq_length() > 0:
@@ -82,22 +84,22 @@ def patch_model(
     upper_attention: str = "causal",
     turns: str = "keep",
 ) -> nn.Module:
-    """Make `model` use kvspeed: its kernels and caches, and SPEED where `k` is given. Patching again replaces the patch.
+    """Make `model` use kvspeed: its kernels and caches, and SPEED where `k` is given. A second patch replaces the first.
 
-    Under SPEED (arXiv:2605.06105) prompt tokens are computed and cached in the first `k` layers only. Above, a token sees
-    the anchor (the first `anchor_tokens` of the sequence), earlier answer tokens and itself; see `speed_mask`. What
-    `generate` is given is prompt, what it generates is answer. A forward with labels trains the same way (-100 marks the
-    prompt) and returns the logits of the deep columns: anchors, answer tokens, and the tokens that predict one.
+    Under SPEED (arXiv:2605.06105) prompt tokens are computed and cached in the first `k` layers only. Above, a token
+    sees the anchor (the first `anchor_tokens` of the sequence), earlier answer tokens and itself; see `speed_mask`.
+    What `generate` is given is prompt, what it generates is answer. A forward with labels trains the same way (-100
+    marks the prompt) and returns the logits of the deep columns: anchors, answer tokens, and those that predict one.
 
     Args:
         model: a causal LM of transformers (see `kvspeed.models.ARCHITECTURES`), bare or wrapped by PEFT.
         k: layers that see the whole prompt, 1 .. L; None or L: all of them, and the logits are the unpatched model's.
         anchor_tokens: first tokens of the sequence that live in every layer; 0 for SPEED without anchor.
-        boundary: "transient": the last prompt token leaves nothing above k once it has predicted the first answer token;
+        boundary: "transient": the last prompt token leaves nothing above k once it has predicted the first answer;
             "keep": later answer tokens see it there.
         upper_attention: "causal", or "self" (the paper's SelfOnly ablation: anchors and itself only).
-        turns: "keep": answers of earlier turns stay deep; "reset": a new turn starts as if the conversation were encoded
-            afresh. A turn's last answer token, sampled but not yet cached, is prompt of the next turn in both.
+        turns: "keep": answers of earlier turns stay deep; "reset": a new turn starts as if the conversation were
+            encoded afresh. A turn's last answer token, sampled but not yet cached, is prompt of the next turn in both.
 
     Returns:
         `model` itself.
@@ -119,16 +121,17 @@ def unpatch_model(model: nn.Module) -> nn.Module:
     state = state_of(model)
     if state is None:
         return model
-    inner, base = causal_lm(model), base_model(model)
+    inner: Any = causal_lm(model)
+    base: Any = base_model(model)
     for handle in state.handles:
         handle.remove()
     if isinstance(base.layers, hooks.DepthList):
-        base.layers.__class__ = nn.ModuleList
+        base.layers.__class__ = nn.ModuleList  # type: ignore[assignment]
     for module in attention_modules(model):
         module.config = state.config
     for module, name, buffer in state.rounded:
         setattr(module, name, buffer)
-    for module in [inner, base, *attention_modules(model), *base.layers]:  # type: ignore[misc]
+    for module in [inner, base, *attention_modules(model), *base.layers]:
         module.__dict__.pop("_kvspeed", None)
     inner.__dict__.pop("generate", None)
     return model
@@ -173,7 +176,8 @@ def _spec(
 
 
 def _install(model: nn.Module, state: PatchState) -> None:
-    inner, base = causal_lm(model), base_model(model)
+    inner: Any = causal_lm(model)
+    base: Any = base_model(model)
     modules = attention_modules(model)
     if not modules:
         raise ValueError(f"{type(inner).__name__} has no attention modules to patch; pass a loaded causal LM")
@@ -184,7 +188,7 @@ def _install(model: nn.Module, state: PatchState) -> None:
         module.config = config
         module._kvspeed = state
     for module in (inner, base):
-        module._kvspeed = state  # type: ignore[assignment]
+        module._kvspeed = state
     for module, name, buffer in float32_rope_buffers(base):
         state.rounded.append((module, name, getattr(module, name)))
         setattr(module, name, buffer)
@@ -192,13 +196,13 @@ def _install(model: nn.Module, state: PatchState) -> None:
     add(base.register_forward_pre_hook(hooks.stack_pre_hook, with_kwargs=True))
     add(base.register_forward_hook(hooks.stack_post_hook, with_kwargs=True, always_call=True))
     if state.spec is not None:
-        base.layers.__class__ = hooks.DepthList  # type: ignore[union-attr]
-        for layer in list(base.layers)[state.spec.k :]:  # type: ignore[arg-type]
+        base.layers.__class__ = hooks.DepthList
+        for layer in list(base.layers)[state.spec.k :]:
             add(layer.register_forward_pre_hook(hooks.layer_pre_hook, with_kwargs=True))
         if inner is not base:
             add(inner.register_forward_pre_hook(hooks.lm_pre_hook, with_kwargs=True))
     if hasattr(inner, "generate"):
-        inner.generate = types.MethodType(generation.generate, inner)  # type: ignore[assignment]
+        inner.generate = types.MethodType(generation.generate, inner)
 
 
 def _describe(spec: SpeedSpec | None) -> str:

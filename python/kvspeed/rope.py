@@ -54,7 +54,7 @@ class RopeSpec:
                 is not known.
         """
         arch = architecture(model)
-        base = base_model(model)
+        base: Any = base_model(model)
         rows, kinds = [], []
         for index, layer in enumerate(base.layers):
             row, kind = _layer_row(base, layer, index)

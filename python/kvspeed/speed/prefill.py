@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -63,11 +63,11 @@ def prompt_kv(
         raise ValueError("give exactly one of input_ids [1, T] and inputs_embeds [1, T, hidden], with T >= 1")
     if model.training:
         raise ValueError("the model is in training mode, so that dropout could enter the KV; call model.eval() first")
-    base = base_model(model)
-    tokens, layers = given[0].shape[1], len(base.layers)  # type: ignore[arg-type]
+    base: Any = base_model(model)
+    tokens, layers = given[0].shape[1], len(base.layers)
     spec = SpeedSpec(k, anchor_tokens) if k is not None and k < layers else None
     with patched(model, spec, force=True) as state:
-        config = state.config
+        config: Any = state.config
         cache = KVCache(config, capacity=tokens, spec=spec)
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -86,5 +86,5 @@ def prompt_kv(
         )
     if spec is None or anchor_tokens == 0:
         return PromptKV(keys, values, None, None)
-    deep = cache.layers[spec.k :]
-    return PromptKV(keys, values, torch.cat([layer.keys for layer in deep]), torch.cat([layer.values for layer in deep]))
+    deep = [cache.layer(index).view(min(anchor_tokens, tokens)) for index in range(spec.k, layers)]
+    return PromptKV(keys, values, torch.cat([key for key, _ in deep]), torch.cat([value for _, value in deep]))
