@@ -57,8 +57,12 @@ def lm_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     mask = kwargs.get("attention_mask")
     if mask is not None and mask.ndim != 2:
         raise ValueError(f"attention_mask has {mask.ndim} dimensions; under SPEED give a 2-D mask [batch, tokens]")
+    tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
+    for name, given in (("labels", labels), ("attention_mask", mask)):
+        if tokens is not None and given is not None and given.shape != tokens.shape[:2]:
+            raise ValueError(f"{name} has shape {tuple(given.shape)}, the tokens {tuple(tokens.shape[:2])}; they must agree")
     position_ids = kwargs.get("position_ids")
-    if mask is None and position_ids is not None and bool((position_ids[..., 1:] < position_ids[..., :-1]).any()):
+    if position_ids is not None and _restarts(position_ids, mask):
         raise ValueError(
             "position_ids restart within a row (packed sequences), which SPEED does not support; give one sequence a row"
         )
@@ -157,6 +161,14 @@ def _padding(cache: KVCache | None, mask: Any, tokens: int) -> tuple[torch.Tenso
     padding = hidden.to(torch.long).cumprod(1).sum(1)
     plain = bool((hidden.sum(1) == padding).all()) and bool((mask[:, :prefix] != 0).all())
     return (padding if bool(padding.any()) else None), plain
+
+
+def _restarts(position_ids: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    """Whether positions fall from one token to the next, padding aside."""
+    falls = position_ids[..., 1:] < position_ids[..., :-1]
+    if mask is not None:
+        falls = falls & (mask[:, 1:] != 0) & (mask[:, :-1] != 0)
+    return bool(falls.any())
 
 
 def _check_places(

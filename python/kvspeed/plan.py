@@ -55,7 +55,7 @@ class Keys(NamedTuple):
     Attributes:
         slot: int64 `[B or 1, N]`.
         seen: bool `[B or 1, N]`, False for keys that are no token (a short row's missing anchor, a duplicate).
-        answer: bool `[B or 1, N]`, True for tokens that later ones see: answers, a kept boundary token.
+        answer: bool `[B or 1, N]`, True for tokens that later ones see: answers, a kept boundary token. Or `[B, Q, N]`.
     """
 
     slot: torch.Tensor
@@ -137,7 +137,7 @@ class DeepPlan:
             return None
         seen = (key - self.padding[:, :, None]) < self.spec.anchor_tokens
         if self.spec.upper_attention == "causal":
-            seen = seen | keys.answer[:, None, :]
+            seen = seen | (keys.answer if keys.answer.ndim == 3 else keys.answer[:, None, :])
         seen = ((seen & (key <= query)) | (key == query)) & keys.seen[:, None, :]
         if near is not None:
             seen = seen & near
@@ -169,7 +169,6 @@ class DeepPlan:
         layer.write(key, value, at)
         layer.length = at + self.kept
         return layer.view(at + key.shape[2])
-
 
     def remember(self, cache: KVCache) -> None:
         """The forward is over: tell `cache` what of it stays."""
@@ -302,7 +301,8 @@ def labelled_rows(
     """Training: the deep columns of a batch with labels (-100 = prompt), and the labels of those columns.
 
     Deep are the anchors, the answer tokens (labelled), and each token that predicts one. Rows of a batch may differ in
-    number; the shorter ones are filled up with columns that see themselves, are seen by none and carry no label.
+    number; the shorter ones are filled up with columns that see themselves, are seen by none and carry no label. With
+    `turns="reset"` an answer sees none of the answers before it, as in generation.
 
     Args:
         labels: int64 `[B, T]`, as transformers takes them (not shifted).
@@ -315,11 +315,11 @@ def labelled_rows(
         ValueError: no token has a label.
     """
     answer = labels != -100
-    if not bool(answer.any()):
-        raise ValueError("labels hold no answer: every entry is -100; give at least one token its label")
     labels, answer = labels.cpu(), answer.cpu()
     real = torch.ones_like(answer) if attention_mask is None else attention_mask.cpu() != 0
     answer = answer & real
+    if not bool(answer.any()):
+        raise ValueError("labels hold no answer: every entry is -100 or padding; give at least one token its label")
     slot = torch.arange(labels.shape[1])
     padding = torch.where(real, 0, 1).cumprod(1).sum(1, keepdim=True)  # leading zeros of the mask
     anchor = real & (slot - padding < spec.anchor_tokens)
@@ -330,12 +330,18 @@ def labelled_rows(
     # Stable sort puts the deep slots first, in order.
     index = torch.sort((~deep).to(torch.int8), dim=1, stable=True).indices[:, :width]
     valid = deep.gather(1, index)
-    kept = answer | predictor if spec.boundary == "keep" else answer
-    query_slot = torch.where(valid, index, -1 - torch.arange(width))  # fillers: distinct, so that each sees itself alone
+    kept = (answer | predictor if spec.boundary == "keep" else answer).gather(1, index)
+    # Fillers have slots of their own, so that each sees itself alone.
+    query_slot = torch.where(valid, index, -1 - torch.arange(width))
+    if spec.turns == "reset":  # a span is its answer and the token that predicts the first of it
+        begins = answer & ~torch.roll(answer, 1, 1)
+        begins[:, 0] = answer[:, 0]
+        span = (begins.cumsum(1) + (predictor & ~answer)).gather(1, index)
+        kept = kept[:, None, :] & (span[:, :, None] == span[:, None, :])
     plan = DeepPlan(
         spec=spec,
         index=index,
-        keys=lambda: Keys(query_slot, valid, kept.gather(1, index)),
+        keys=lambda: Keys(query_slot, valid, kept),
         padding=padding,
         query_slot=query_slot,
         plain=False,
