@@ -3,12 +3,9 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -172,35 +169,8 @@ def _run(
     if clock is not None:
         given["stopping_criteria"] = StoppingCriteriaList([clock, *(kwargs.get("stopping_criteria") or [])])
     given |= {"input_ids": ids, "attention_mask": mask, "max_new_tokens": max_new_tokens, state.cache_name: cache}
-    with _only_new_tokens(inner, cache):
-        generated: Any = model.generate(**given)  # type: ignore[operator]
+    generated: Any = model.generate(**given)  # type: ignore[operator]
     return generated if isinstance(generated, torch.Tensor) else generated.sequences
-
-
-@contextmanager
-def _only_new_tokens(inner: Any, cache: KVCache) -> Iterator[None]:
-    """Keep what `cache` holds out of the first forward of assisted decoding, which transformers 5 does not do itself."""
-    prepare = inner.prepare_inputs_for_generation
-    if "next_sequence_length" not in inspect.signature(prepare).parameters:
-        yield
-        return
-    before = vars(inner).get("prepare_inputs_for_generation")
-
-    @functools.wraps(prepare)
-    def shortened(input_ids: torch.Tensor, next_sequence_length: int | None = None, **kwargs: Any) -> Any:
-        seen = cache.get_seq_length()
-        if next_sequence_length is None and 0 < seen < input_ids.shape[1]:
-            next_sequence_length = input_ids.shape[1] - seen
-        return prepare(input_ids, next_sequence_length=next_sequence_length, **kwargs)
-
-    inner.prepare_inputs_for_generation = shortened
-    try:
-        yield
-    finally:
-        if before is None:
-            del inner.prepare_inputs_for_generation
-        else:
-            inner.prepare_inputs_for_generation = before
 
 
 class _Clock(StoppingCriteria):
