@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache
+from transformers.generation import GenerationMixin
 
 from kvspeed.cache import KVCache
 from kvspeed.hooks import PROMPT_END
 
-__all__ = ["generate"]
+__all__ = ["generate", "prepare_inputs", "slices_inputs"]
 
 _DYNAMIC = (
     None,
@@ -68,6 +71,27 @@ def generate(self: Any, inputs: torch.Tensor | None = None, *args: Any, **kwargs
         if cache.plan is not None:  # an interrupt, after which torch runs no hooks
             cache.end_forward(completed=False)
         raise
+
+
+def slices_inputs(model: Any) -> bool:
+    """Whether this transformers version leaves it to the caller to take cached tokens out of a forward's inputs."""
+    return "next_sequence_length" in inspect.signature(type(model).prepare_inputs_for_generation).parameters
+
+
+@functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # `generate` reads its signature
+def prepare_inputs(
+    self: Any, input_ids: torch.Tensor, next_sequence_length: int | None = None, *args: Any, **kwargs: Any
+) -> Any:
+    """transformers' `prepare_inputs_for_generation`, with what the cache holds kept out of the inputs.
+
+    Assisted decoding in transformers 5 gives the whole sequence to its first forward, whatever the cache has seen.
+    """
+    cache = kwargs.get(self._kvspeed.cache_name)
+    if next_sequence_length is None and isinstance(cache, KVCache):
+        seen = cache.get_seq_length()
+        if 0 < seen < (cache.prompt_end or 0) <= input_ids.shape[1]:
+            next_sequence_length = input_ids.shape[1] - seen
+    return type(self).prepare_inputs_for_generation(self, input_ids, next_sequence_length, *args, **kwargs)
 
 
 def _cache(model: Any, state: Any, given: Any) -> KVCache:

@@ -84,7 +84,7 @@ def patch_model(
     upper_attention: str = "causal",
     turns: str = "keep",
 ) -> nn.Module:
-    """Make `model` use kvspeed: its kernels and caches, and SPEED where `k` is given. A second patch replaces the first.
+    """Make `model` use kvspeed: its kernels and caches, and SPEED where `k` is given. A new patch replaces an old one.
 
     Under SPEED (arXiv:2605.06105) prompt tokens are computed and cached in the first `k` layers only. Above, a token
     sees the anchor (the first `anchor_tokens` of the sequence), earlier answer tokens and itself; see `speed_mask`.
@@ -133,7 +133,8 @@ def unpatch_model(model: nn.Module) -> nn.Module:
         setattr(module, name, buffer)
     for module in [inner, base, *attention_modules(model), *base.layers]:
         module.__dict__.pop("_kvspeed", None)
-    inner.__dict__.pop("generate", None)
+    for name in ("generate", "prepare_inputs_for_generation"):
+        inner.__dict__.pop(name, None)
     return model
 
 
@@ -203,6 +204,8 @@ def _install(model: nn.Module, state: PatchState) -> None:
             add(inner.register_forward_pre_hook(hooks.lm_pre_hook, with_kwargs=True))
     if hasattr(inner, "generate"):
         inner.generate = types.MethodType(generation.generate, inner)
+        if generation.slices_inputs(inner):
+            inner.prepare_inputs_for_generation = types.MethodType(generation.prepare_inputs, inner)
 
 
 def _describe(spec: SpeedSpec | None) -> str:
