@@ -56,6 +56,7 @@ def ask(
         raise Fault(f"--mode: got {mode!r}, choose view or copy")
     files = packet_files(packets)
     loaded = _load(files)
+    _check_asked_depth(files, loaded, k)
     first = loaded[0]
     network, tokenizer, name = load_model(model, dtype or str(first.dtype).removeprefix("torch."))
     check_depth(k, network)
@@ -86,6 +87,16 @@ def _load(files: list[Path]) -> list[Packet]:
             found.append(Packet.load(file))
             advance(file.name)
     return found
+
+
+def _check_asked_depth(files: list[Path], packets: list[Packet], k: int | None) -> None:
+    """Refuses a `--k` that is not the packets' own, before a model is loaded."""
+    for file, packet in zip(files, packets, strict=True):
+        if k is not None and packet.depth != k:
+            raise Fault(
+                f"{file.name} was packed with k={packet.depth} of {packet.layers} layers, and --k asks for k={k}: "
+                f"leave --k out, or pack anew with --k {k}"
+            )
 
 
 def _check(files: list[Path], packets: list[Packet], model: Any) -> None:

@@ -111,11 +111,12 @@ def stderr() -> Console:
 
 @contextmanager
 def progress(description: str, total: int | None = None) -> Iterator[Callable[[str], None]]:
-    """A progress bar on stderr; yields advance(what comes next), called after each of `total` steps."""
+    """A progress bar on stderr where that is a terminal; yields advance(what was done), to call after each step."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=stderr(), transient=True) as bar:
+    console = stderr()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(description, total=total)
 
         def advance(what: str) -> None:
