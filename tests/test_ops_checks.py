@@ -316,6 +316,19 @@ def test_attention_segments(part):
     refuse_attention(RuntimeError, label, "requires grad", edit=set_segment(part, good.clone().requires_grad_()))
 
 
+@pytest.mark.parametrize(
+    "shape", [(3, 5, 16), (1, 5, 16), (2, 5, 8), (3, 2, 5, 16), (1, 2, 5, 16), (2, 4, 5, 16), (2, 5)]
+)
+def test_attention_segments_of_another_shape(shape):
+    """Key and value agree with each other, but not with the tail and the query."""
+    key = torch.randn(shape)
+    refuse_attention(ValueError, "segments[1].key", str(list(shape)), segments=[attention_segment(), Segment(key, key)])
+
+
+def attention_segment():
+    return attention_arguments()["segments"][0]
+
+
 def test_attention_segment_fields():
     for bad in (True, 1.0, "1", None, torch.tensor(1)):
         refuse_attention(TypeError, "segments[1].offset", "int", edit=set_segment("offset", bad))
