@@ -534,6 +534,25 @@ def test_importing_the_ops_imports_nothing_large_and_no_device():
     assert done.stdout.splitlines() == [before, "False"], done.stdout + done.stderr
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="fork is a call of Unix")
+def test_the_ops_work_after_a_fork():
+    code = (
+        "import os, torch\nfrom kvspeed import ops\n"
+        "x = torch.randn(4, 8, 64, 64)\n"
+        "def use():\n"
+        "    return ops.segment_attention(x[:, :, :1], [], x, x, inv_freq=None)\n"
+        "expected = use()\n"
+        "child = os.fork()\n"
+        "torch.set_num_threads(1)\n"  # OpenMP's threads do not survive a fork, torch's rule too
+        "same = torch.allclose(use(), expected)\n"
+        "if child == 0:\n"
+        "    os._exit(0 if same else 1)\n"
+        "print(same, os.waitpid(child, 0)[1])"
+    )
+    done = python(code)
+    assert done.stdout.split() == ["True", "0"], done.stdout + done.stderr
+
+
 def test_empty_huge():
     for shape in ((3, 5), [0], (1024, 1024, 3), torch.Size([2])):
         for dtype in (torch.float32, torch.bfloat16, torch.int8):

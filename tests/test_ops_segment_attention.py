@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import reference
@@ -485,6 +486,25 @@ def test_runs_and_threads_give_the_same_bits(rows, dtype):
         torch.set_num_threads(threads)
     for out, lse in results[1:]:
         assert reference.same_bits(out, results[0][0]) and reference.same_bits(lse, results[0][1])
+
+
+def test_calls_from_several_threads_at_once():
+    """The interpreter lock is released during a call; scratch memory must not be shared."""
+    cases = [Case(lengths=(300 + 10 * i, 50), heads=8, rows=1 + i % 3, tail=20 + i) for i in range(8)]
+    expected = [case.run() for case in cases]
+    keys, values = [torch.randn(3, 2, 200, 64)], [torch.randn(3, 2, 200, 64)]
+    outputs = [(torch.empty(3, 2, 200, 64), torch.empty(3, 2, 200, 64)) for _ in range(8)]
+
+    def work(i):
+        results = [cases[i].run() for _ in range(20)]
+        ops.rope_concat(keys, values, [5], cases[i].inv_freq, *outputs[i])
+        return results
+
+    with ThreadPoolExecutor(4) as pool:
+        for results, (out, lse) in zip(pool.map(work, range(8)), expected, strict=True):
+            assert all(reference.same_bits(o, out) and reference.same_bits(s, lse) for o, s in results)
+    for out_keys, out_values in outputs:
+        assert reference.same_bits(out_keys, outputs[0][0]) and reference.same_bits(out_values, values[0])
 
 
 @every_isa

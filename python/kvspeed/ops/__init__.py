@@ -30,6 +30,8 @@ __all__ = [
     "segment_attention",
 ]
 
+_is_compiling = torch.compiler.is_compiling
+
 
 def rope_concat(
     keys: Sequence[Tensor],
@@ -67,7 +69,7 @@ def rope_concat(
         IndexError: more tokens than the output holds, or a page out of range.
         RuntimeError: a device that this build has no kernels for, or an input that requires grad.
     """
-    if torch.compiler.is_compiling() or library.must_dispatch(out_keys, out_values, inv_freq):
+    if _is_compiling() or library.must_dispatch(out_keys, out_values, inv_freq):
         torch.ops.kvspeed.rope_concat(
             list(keys), list(values), list(offsets), inv_freq, out_keys, out_values, start, interleaved, page_table
         )
@@ -123,7 +125,7 @@ def segment_attention(
     Raises:
         TypeError, ValueError, RuntimeError: as in `rope_concat`.
     """
-    if torch.compiler.is_compiling() or library.must_dispatch(query):
+    if _is_compiling() or library.must_dispatch(query):
         out, lse = torch.ops.kvspeed.segment_attention(
             query,
             [segment.key for segment in segments],
@@ -181,7 +183,7 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
     Raises:
         TypeError, ValueError, RuntimeError: as in `rope_concat`.
     """
-    if torch.compiler.is_compiling() or library.must_dispatch(out_a, lse_a, out_b, lse_b):
+    if _is_compiling() or library.must_dispatch(out_a, lse_a, out_b, lse_b):
         return torch.ops.kvspeed.merge_states(out_a, lse_a, out_b, lse_b)
     return merge.run(out_a, lse_a, out_b, lse_b)
 
