@@ -13,13 +13,12 @@ import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import kvspeed
 import pytest
 import torch
 import transformers
-from tiny_models import tiny_model
-
-import kvspeed
 from kvspeed import ops
+from tiny_models import tiny_model
 
 NEW = transformers.__version__ >= "5.23"  # the cache argument is called `cache`
 CACHE = "cache" if NEW else "past_key_values"
@@ -36,7 +35,7 @@ class Token(NamedTuple):
 
 
 def conversation(*turns: tuple[int, int]) -> list[Token]:
-    """`(prompt tokens, answer tokens)` of each turn -> its tokens. Put a turn's last answer token into the next prompt."""
+    """`(prompt tokens, answer tokens)` of each turn -> its tokens. A turn's last answer token goes into the next prompt."""
     tokens = []
     for turn, (prompt, answer) in enumerate(turns):
         tokens += [Token(False, i == prompt - 1, turn) for i in range(prompt)]
@@ -148,7 +147,9 @@ def answer(model: torch.nn.Module, *args: Any, n: int = 5, **kwargs: Any) -> Ans
 
     The padding token is none that can be generated: transformers would guess a mask from it in the next turn.
     """
-    settings = dict(max_new_tokens=n, do_sample=False, output_logits=True, return_dict_in_generate=True, pad_token_id=600)
+    settings = dict(
+        max_new_tokens=n, do_sample=False, output_logits=True, return_dict_in_generate=True, pad_token_id=600
+    )
     output = model.generate(*args, **{**settings, **kwargs})
     logits = torch.stack(output.logits, 1).float() if output.logits is not None else None
     return Answer(output.sequences, logits, cache_of(output), output)
@@ -159,7 +160,7 @@ def cache_of(output: Any) -> Any:
 
 
 def left_padded(rows: list[torch.Tensor], pad: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows `[T_i]` -> ids and attention mask `[B, T]`. The padding is an ordinary token, so that looking at it shows."""
+    """Rows `[T_i]` -> ids and attention mask `[B, T]`. The padding is an ordinary token: looking at it shows."""
     width = max(row.shape[0] for row in rows)
     ids = torch.full((len(rows), width), pad)
     mask = torch.zeros(len(rows), width, dtype=torch.long)

@@ -1,5 +1,5 @@
 # Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
-"""RopeSpec: the rotary embedding read from a model is the one the model uses; kinds that cannot be shifted are refused."""
+"""RopeSpec: what is read from a model is what the model does; kinds that cannot be shifted are refused."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from speed_tools import CACHE, decoder
-from tiny_models import ARCHITECTURES, tiny_config, tiny_model
-
 from kvspeed.rope import RopeSpec, float32_rope_buffers
 from kvspeed.speed import prompt_kv
+from speed_tools import CACHE, decoder
+from tiny_models import ARCHITECTURES, tiny_config, tiny_model
 
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default"},
@@ -88,7 +87,9 @@ def test_scaling_changes_the_frequencies() -> None:
         torch.testing.assert_close(spec.inv_freq.double(), theta**-exponents, rtol=1e-6, atol=0)
         linear = RopeSpec.from_model(tiny_model("llama", theta=theta, rope=dict(ROPES["linear"])))
         torch.testing.assert_close(linear.inv_freq * 4, spec.inv_freq, rtol=1e-6, atol=0)
-    differing = {kind: RopeSpec.from_model(tiny_model("llama", rope=dict(rope))).inv_freq for kind, rope in ROPES.items()}
+    differing = {
+        kind: RopeSpec.from_model(tiny_model("llama", rope=dict(rope))).inv_freq for kind, rope in ROPES.items()
+    }
     for one in differing:
         for two in differing:
             assert (one == two) == torch.equal(differing[one], differing[two])
@@ -172,7 +173,7 @@ def test_the_spec_owns_its_numbers() -> None:
     assert torch.equal(spec.inv_freq, before)
 
 
-# ---- refusals ---------------------------------------------------------------------------------------------------------------
+# ---- refusals -------------------------------------------------------------------------------------------------------
 
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "factor": 4.0}
 
@@ -212,7 +213,7 @@ def test_an_unknown_architecture() -> None:
         RopeSpec.from_model(transformers.GPT2LMHeadModel(config))
 
 
-# ---- prompt_kv, which packets are made with -----------------------------------------------------------------------------------
+# ---- prompt_kv, which packets are made with -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("k", [None, 4])

@@ -6,8 +6,10 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import kvspeed
 import pytest
 import torch
+from kvspeed import KVCache, SpeedSpec
 from speed_tools import (
     CACHE,
     LAYERS,
@@ -27,9 +29,6 @@ from speed_tools import (
 from tiny_models import BOS, tiny_model
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-import kvspeed
-from kvspeed import KVCache, SpeedSpec
-
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "keep": {"boundary": "keep"},
@@ -43,7 +42,9 @@ tiny = pytest.mark.parametrize("architecture", ["llama", "gemma2", "gemma3_text"
 
 def held(architecture: str, found: Any, prompt: int, option: str, tolerance: float = 1e-4, **settings: Any) -> None:
     for row, logits in zip(found.sequences, found.logits, strict=True):
-        wanted = oracle(plain(architecture, **settings), row, conversation((prompt, len(row) - prompt)), **OPTIONS[option])
+        wanted = oracle(
+            plain(architecture, **settings), row, conversation((prompt, len(row) - prompt)), **OPTIONS[option]
+        )
         close(logits, wanted[prompt - 1 : -1], tolerance)
 
 
@@ -76,7 +77,9 @@ def test_beams_at_full_depth_are_the_unpatched_beams() -> None:
     for architecture in ("qwen3", "gemma2"):
         model, prompt = fresh(architecture), ids_of(15)
         wanted = answer(model, prompt, n=8, num_beams=3, num_return_sequences=3, output_scores=True)
-        found = answer(kvspeed.patch_model(model, None), prompt, n=8, num_beams=3, num_return_sequences=3, output_scores=True)
+        found = answer(
+            kvspeed.patch_model(model, None), prompt, n=8, num_beams=3, num_return_sequences=3, output_scores=True
+        )
         assert torch.equal(found.sequences, wanted.sequences)
         close(found.output.sequences_scores, wanted.output.sequences_scores)
 
@@ -123,7 +126,9 @@ def repetitive(length: int) -> torch.Tensor:
 def test_prompt_lookup(architecture: str, option: str) -> None:
     """Candidates come from the prompt and are verified several at once; the wrong ones are cropped again."""
     model = speedy(architecture, **OPTIONS[option])
-    found = answer(model, repetitive(23), n=12, prompt_lookup_num_tokens=4, max_matching_ngram_size=1, eos_token_id=9999)
+    found = answer(
+        model, repetitive(23), n=12, prompt_lookup_num_tokens=4, max_matching_ngram_size=1, eos_token_id=9999
+    )
     held(architecture, found, 23, option)
 
 
@@ -185,7 +190,7 @@ def test_a_patched_assistant_of_an_unpatched_model() -> None:
     close(found.logits, wanted.logits)
 
 
-# ---- without a cache, with embeddings, with arguments in odd places ---------------------------------------------------
+# ---- without a cache, with embeddings, with arguments in odd places -------------------------------------------------
 
 
 @options

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import kvspeed
 import pytest
 import torch
 from speed_tools import (
@@ -26,8 +27,6 @@ from speed_tools import (
     speedy,
 )
 
-import kvspeed
-
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "keep": {"boundary": "keep"},
@@ -44,7 +43,9 @@ CHUNKS: list[dict[str, Any]] = [{"prefill_chunk_size": 6}] if NEW else []
 TINY = ("llama", "gemma2")  # for what does not depend on the architecture: the plainest, and the strangest
 
 
-def check(model: torch.nn.Module, found: Answer, prompt: int, k: int = K, tolerance: float = 1e-4, **options: Any) -> None:
+def check(
+    model: torch.nn.Module, found: Answer, prompt: int, k: int = K, tolerance: float = 1e-4, **options: Any
+) -> None:
     """Every row of an unpadded answer against the oracle."""
     for row, logits in zip(found.sequences, found.logits, strict=True):
         n = logits.shape[0]
@@ -141,7 +142,9 @@ def test_sliding_windows_compose_by_position(architecture: str, settings: dict[s
     rows = [ids_of(n)[0] for n in (21, 6, 1)]
     prompts, mask = left_padded(rows)
     for kwargs in ({}, *CHUNKS):
-        found = answer(speedy(architecture, model=settings, **OPTIONS[option]), prompts, attention_mask=mask, n=12, **kwargs)
+        found = answer(
+            speedy(architecture, model=settings, **OPTIONS[option]), prompts, attention_mask=mask, n=12, **kwargs
+        )
         for i, row in enumerate(rows):
             sequence = torch.cat([row, found.sequences[i, 21:]])
             wanted = oracle(plain(architecture, **settings), sequence, conversation((len(row), 12)), **OPTIONS[option])

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from speed_tools import Token, conversation, rule
-
 from kvspeed import SpeedSpec, speed_mask
+from speed_tools import Token, conversation, rule
 
 
 def drawn(text: str) -> torch.Tensor:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import kvspeed
 import pytest
 import torch
 from speed_tools import (
@@ -23,8 +24,6 @@ from speed_tools import (
     rule,
     speedy,
 )
-
-import kvspeed
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -83,7 +82,9 @@ def mask_of(texts: list[str], **opts: Any) -> torch.Tensor:
     return seen
 
 
-def oracle_loss(model: Any, texts: list[str], ids: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor, **opts: Any) -> Any:
+def oracle_loss(
+    model: Any, texts: list[str], ids: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor, **opts: Any
+) -> Any:
     """Loss of an unpatched model. A row's first token has nothing before it that could predict it: no label there."""
     labels = labels.clone()
     for row, text in zip(labels, texts, strict=True):
@@ -221,7 +222,7 @@ def test_lora(architecture: str, when: str) -> None:
 def test_num_items_in_batch_and_evaluation() -> None:
     """What a Trainer passes; and a loss without gradients."""
     texts = BATCHES["two-spans"]
-    ids, labels, mask = batch_of(texts)
+    ids, labels, _ = batch_of(texts)
     model = speedy("llama")
     mean = model(ids, labels=labels).loss
     total = model(ids, labels=labels, num_items_in_batch=torch.tensor(2)).loss
@@ -265,7 +266,7 @@ def test_a_few_steps_lower_the_loss() -> None:
     assert losses[-1] < 0.8 * losses[0], losses
 
 
-# ---- what is refused --------------------------------------------------------------------------------------------------
+# ---- what is refused ------------------------------------------------------------------------------------------------
 
 
 def test_labels_without_an_answer() -> None:
@@ -282,7 +283,7 @@ def test_packed_sequences(with_mask: bool) -> None:
     ids, labels, mask = batch_of(["pppaappaaa"])
     packed = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4]])
     given = {"attention_mask": mask} if with_mask else {}
-    with pytest.raises(ValueError, match="position_ids restart.*packed"):
+    with pytest.raises(ValueError, match=r"position_ids restart.*packed"):
         speedy("llama")(ids, labels=labels, position_ids=packed, **given)
 
 

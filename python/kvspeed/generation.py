@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from typing import Any
 
@@ -78,7 +77,6 @@ def slices_inputs(model: Any) -> bool:
     return "next_sequence_length" in inspect.signature(type(model).prepare_inputs_for_generation).parameters
 
 
-@functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # `generate` reads its signature
 def prepare_inputs(
     self: Any, input_ids: torch.Tensor, next_sequence_length: int | None = None, *args: Any, **kwargs: Any
 ) -> Any:
@@ -92,6 +90,12 @@ def prepare_inputs(
         if 0 < seen < (cache.prompt_end or 0) <= input_ids.shape[1]:
             next_sequence_length = input_ids.shape[1] - seen
     return type(self).prepare_inputs_for_generation(self, input_ids, next_sequence_length, *args, **kwargs)
+
+
+# transformers reads it. Not functools.wraps: a function that bears another's name cannot be pickled.
+prepare_inputs.__signature__ = inspect.signature(  # type: ignore[attr-defined]
+    GenerationMixin.prepare_inputs_for_generation
+)
 
 
 def _cache(model: Any, state: Any, given: Any) -> KVCache:

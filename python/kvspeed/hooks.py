@@ -27,15 +27,18 @@ PROMPT_END: ContextVar[int | None] = ContextVar("kvspeed_prompt_end", default=No
 _DEPTH: ContextVar[int | None] = ContextVar("kvspeed_depth", default=None)
 
 _BARE = (
-    "a model patched with k={k} of {n} layers was called without saying where the prompt ends; call model.generate, pass "
-    "labels (-100 marks the prompt), or call begin_turn(prompt_length) on a kvspeed.KVCache and pass that"
+    "a model patched with k={k} of {n} layers was called without saying where the prompt ends; call model.generate, "
+    "pass labels (-100 marks the prompt), or call begin_turn(prompt_length) on a kvspeed.KVCache and pass that"
 )
 
 
 class DepthList(nn.ModuleList):
-    """The decoder layers of a model under SPEED. A slice, which is how every known decoder walks its layers, ends at the
-    depth that the running forward needs, so that a chunk of a prompt without deep columns never enters the layers >= k
-    (attention modules cannot take zero tokens). Nothing shared is changed: other threads see all layers."""
+    """The decoder layers of a model under SPEED.
+
+    A slice, which is how every known decoder walks its layers, ends at the depth that the running forward needs, so
+    that a chunk of a prompt without deep columns never enters the layers >= k (attention modules cannot take zero
+    tokens). Nothing shared is changed: other threads see all layers.
+    """
 
     def __getitem__(self, index: Any) -> Any:
         depth = _DEPTH.get()
@@ -60,11 +63,14 @@ def lm_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
     for name, given in (("labels", labels), ("attention_mask", mask)):
         if tokens is not None and given is not None and given.shape != tokens.shape[:2]:
-            raise ValueError(f"{name} has shape {tuple(given.shape)}, the tokens {tuple(tokens.shape[:2])}; they must agree")
+            raise ValueError(
+                f"{name} has shape {tuple(given.shape)}, the tokens {tuple(tokens.shape[:2])}; they must agree"
+            )
     position_ids = kwargs.get("position_ids")
     if position_ids is not None and _restarts(position_ids, mask):
         raise ValueError(
-            "position_ids restart within a row (packed sequences), which SPEED does not support; give one sequence a row"
+            "position_ids restart within a row (packed sequences), which SPEED does not support; give one sequence "
+            "a row"
         )
     deep, labels = labelled_rows(state.spec, labels, mask)
     plan = Plan(cache=None, past=0, padding=None, plain_mask=True, kernels=False, deep=deep)
@@ -77,6 +83,7 @@ def stack_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     """Plan the forward of the decoder stack."""
     state: Any = module._kvspeed
     _DEPTH.set(None)
+    state.keep_frequencies()
     kwargs = _as_keywords(module, args, kwargs)
     if kwargs.get("kvspeed_plan") is not None:
         return (), kwargs
@@ -105,7 +112,7 @@ def stack_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         _check_places(past, tokens.shape[1], padding, kwargs.get("attention_mask"), kwargs.get("position_ids"))
     wants_weights = kwargs.get("output_attentions") or getattr(module.config, "output_attentions", False)
     plan = Plan(cache=cache, past=past, padding=padding, plain_mask=plain, kernels=plain and not wants_weights)
-    if state.spec is not None:
+    if state.spec is not None and prompt_end is not None:
         plan.deep = plan_deep(state.spec, cache, past, tokens.shape[1], prompt_end, padding)
         if plan.deep.columns == 0:
             _DEPTH.set(state.spec.k)
@@ -177,8 +184,8 @@ def _check_places(
     """Refuse a call whose mask or positions say that its tokens do not follow those in the cache."""
     if mask is not None and mask.shape[1] != past + tokens:
         raise ValueError(
-            f"attention_mask covers {mask.shape[1]} tokens, while the cache holds {past} and this call brings {tokens}; pass "
-            "only tokens that the cache has not seen, and a mask over both"
+            f"attention_mask covers {mask.shape[1]} tokens, while the cache holds {past} and this call brings "
+            f"{tokens}; pass only tokens that the cache has not seen, and a mask over both"
         )
     if position_ids is None or tokens == 1:  # a decode step is left alone: looking would cost a wait for the GPU
         return
@@ -186,9 +193,9 @@ def _check_places(
     wanted = past + tokens - 1 - (padding if padding is not None else torch.zeros_like(last))
     if bool(((last != wanted) & (wanted >= 0)).any()):  # a row may still be nothing but padding
         raise ValueError(
-            f"position_ids end at {last.tolist()}, while the tokens end at {wanted.tolist()} (those in the cache, {past}, and "
-            f"those of this call, {tokens}, without left padding); SPEED needs absolute positions. transformers' own chunked "
-            "prefill of padded rows (4.57) and assisted decoding on a filled cache (5.x) get here: do without one of the two"
+            f"position_ids end at {last.tolist()}, while the tokens end at {wanted.tolist()} ({past} in the cache, "
+            f"{tokens} in this call, less left padding); SPEED needs absolute positions. The chunked prefill of "
+            "transformers 4.57 gets here with padded rows: leave prefill_chunk_size out"
         )
 
 
@@ -196,8 +203,8 @@ def _refuse_cache(cache: Any, k: int, layers: int) -> None:
     if isinstance(cache, Cache) and (type(cache).__name__ != "DynamicCache" or cache.get_seq_length() > 0):
         raise ValueError(
             f"a model patched with k={k} of {layers} layers was given a {type(cache).__name__}; SPEED keeps different "
-            "tokens in different layers, which only kvspeed.KVCache holds: pass none, an empty DynamicCache to generate, "
-            "or the KVCache of an earlier turn"
+            "tokens in different layers, which only kvspeed.KVCache holds: pass none, an empty DynamicCache to "
+            "generate, or the KVCache of an earlier turn"
         )
 
 

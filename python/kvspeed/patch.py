@@ -8,9 +8,9 @@ right cache. `unpatch_model` takes all of it away again.
 from __future__ import annotations
 
 import copy
-import types
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import nn
 from kvspeed import attention, generation, hooks
 from kvspeed.cache import KVCache
 from kvspeed.models import architecture, attention_modules, base_model, cache_argument, causal_lm
-from kvspeed.rope import RopeSpec, float32_rope_buffers
+from kvspeed.rope import RopeSpec, float32_rope_buffers, rope_buffers
 from kvspeed.rule import SpeedSpec
 
 __all__ = ["PatchState", "patch_model", "patched", "state_of", "unpatch_model"]
@@ -41,8 +41,9 @@ class PatchState:
         self.cache_name = cache_argument(base)
         self.layers = len(base.layers)  # type: ignore[arg-type]
         self.handles: list[Any] = []
-        self.rounded: list[tuple[nn.Module, str, torch.Tensor]] = []  # rotary buffers as they were before the repair
+        self.rounded: torch.dtype | None = None  # to which a cast rounded the rotary frequencies, before the repair
         self._base = base
+        self._frequencies = rope_buffers(base)
         self._rope: RopeSpec | None = None
 
     @property
@@ -51,6 +52,21 @@ class PatchState:
         if self._rope is None:
             self._rope = RopeSpec.from_model(self._base)
         return self._rope
+
+    def keep_frequencies(self) -> None:
+        """Put right what a cast (`model.bfloat16()`) did to the rotary frequencies, before the patch or after it."""
+        if all(getattr(module, name).dtype == torch.float32 for module, name in self._frequencies):
+            return
+        for module, name, exact in float32_rope_buffers(self._base):
+            self.rounded = getattr(module, name).dtype
+            setattr(module, name, exact)
+
+    def restore_frequencies(self) -> None:
+        """Round them again, if the model is still of the dtype that it was cast to."""
+        if self.rounded is None or next(self._base.parameters()).dtype != self.rounded:
+            return
+        for module, name in self._frequencies:
+            setattr(module, name, getattr(module, name).to(self.rounded))
 
     def inv_freq(self, layer: int) -> torch.Tensor:
         return self.rope.layer(layer)
@@ -129,8 +145,7 @@ def unpatch_model(model: nn.Module) -> nn.Module:
         base.layers.__class__ = nn.ModuleList  # type: ignore[assignment]
     for module in attention_modules(model):
         module.config = state.config
-    for module, name, buffer in state.rounded:
-        setattr(module, name, buffer)
+    state.restore_frequencies()
     for module in [inner, base, *attention_modules(model), *base.layers]:
         module.__dict__.pop("_kvspeed", None)
     for name in ("generate", "prepare_inputs_for_generation"):
@@ -190,9 +205,7 @@ def _install(model: nn.Module, state: PatchState) -> None:
         module._kvspeed = state
     for module in (inner, base):
         module._kvspeed = state
-    for module, name, buffer in float32_rope_buffers(base):
-        state.rounded.append((module, name, getattr(module, name)))
-        setattr(module, name, buffer)
+    state.keep_frequencies()
     add = state.handles.append
     add(base.register_forward_pre_hook(hooks.stack_pre_hook, with_kwargs=True))
     add(base.register_forward_hook(hooks.stack_post_hook, with_kwargs=True, always_call=True))
@@ -203,9 +216,10 @@ def _install(model: nn.Module, state: PatchState) -> None:
         if inner is not base:
             add(inner.register_forward_pre_hook(hooks.lm_pre_hook, with_kwargs=True))
     if hasattr(inner, "generate"):
-        inner.generate = types.MethodType(generation.generate, inner)
+        # Partial functions, since a method would be pickled by its name alone and come back as transformers' own.
+        inner.generate = partial(generation.generate, inner)
         if generation.slices_inputs(inner):
-            inner.prepare_inputs_for_generation = types.MethodType(generation.prepare_inputs, inner)
+            inner.prepare_inputs_for_generation = partial(generation.prepare_inputs, inner)
 
 
 def _describe(spec: SpeedSpec | None) -> str:

@@ -141,13 +141,11 @@ class DeepPlan:
         seen = ((seen & (key <= query)) | (key == query)) & keys.seen[:, None, :]
         if near is not None:
             seen = seen & near
-        # A row that is nothing but padding, or a column that repeats an anchor, would see nothing: softmax needs one key.
+        # A row that is only padding, or a column that repeats an anchor, would see nothing: softmax needs one key.
         alone = ~seen.any(-1, keepdim=True)
         return (seen | (alone & (key == query)))[:, None]
 
-    def store(
-        self, layer: SegmentLayer, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def store(self, layer: SegmentLayer, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the columns' KV `[B, H_kv, Q, D]` into a deep layer; returns all keys and values of this forward."""
         if self.order is not None:
             order = self.order.to(key.device)
@@ -155,7 +153,7 @@ class DeepPlan:
         at = layer.length
         if self.anchors:
             if self.arriving is not None and layer.length > 0:
-                old_key, old_value = layer.keys[:, :, : self.anchors], layer.values[:, :, : self.anchors]  # type: ignore[index]
+                old_key, old_value = layer.view(self.anchors)
                 arriving = self.arriving.to(key.device)[:, None, :, None]
                 layer.write(
                     torch.where(arriving, key[:, :, : self.anchors], old_key),
@@ -281,10 +279,7 @@ def _plan_padded(
         keys=lambda: Keys(key_slot, key_seen, key_answer),
         padding=padding[:, None],
         query_slot=column_slot,
-        plain=column_slot.shape[1] == 1
-        and spec.upper_attention == "causal"
-        and not hidden
-        and bool(key_seen.all()),
+        plain=column_slot.shape[1] == 1 and spec.upper_attention == "causal" and not hidden and bool(key_seen.all()),
         order=order,
         kept=kept,
         anchors=anchors,
@@ -347,4 +342,3 @@ def labelled_rows(
         plain=False,
     )
     return plan, torch.where(valid, labels.gather(1, index), -100)
-

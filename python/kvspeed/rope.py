@@ -17,7 +17,7 @@ from torch import nn
 
 from kvspeed.models import architecture, base_model
 
-__all__ = ["RopeSpec", "float32_rope_buffers"]
+__all__ = ["RopeSpec", "float32_rope_buffers", "rope_buffers"]
 
 _REFUSED = {
     "dynamic": "dynamic NTK rescales its angles with the length of the sequence",
@@ -102,18 +102,25 @@ def float32_rope_buffers(base: nn.Module) -> list[tuple[nn.Module, str, torch.Te
     Returns:
         `(module, buffer name, float32 value)`, one entry a rounded buffer; empty for a model that is as it was loaded.
     """
+    fresh: dict[nn.Module, dict[str, torch.Tensor]] = {}
     repairs = []
-    for module in _rotary_modules(base):
-        rounded = {
-            name: buffer
-            for name, buffer in module.named_buffers(recurse=False)
-            if name.endswith("inv_freq") and buffer.dtype != torch.float32
-        }
-        if not rounded:
-            continue
-        fresh = dict(_fresh(module).named_buffers(recurse=False))
-        repairs += [(module, name, fresh[name].float().to(buffer.device)) for name, buffer in rounded.items()]
+    for module, name in rope_buffers(base):
+        buffer = getattr(module, name)
+        if buffer.dtype != torch.float32:
+            if module not in fresh:
+                fresh[module] = dict(_fresh(module).named_buffers(recurse=False))
+            repairs.append((module, name, fresh[module][name].float().to(buffer.device)))
     return repairs
+
+
+def rope_buffers(base: nn.Module) -> list[tuple[nn.Module, str]]:
+    """The buffers of a decoder stack that hold rotary frequencies, as `(module, buffer name)`."""
+    return [
+        (module, name)
+        for module in _rotary_modules(base)
+        for name, _ in module.named_buffers(recurse=False)
+        if name.endswith("inv_freq")
+    ]
 
 
 def _rotary_modules(base: nn.Module) -> list[Any]:
