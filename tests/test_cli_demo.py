@@ -68,13 +68,15 @@ def test_full_recompute_is_the_unpatched_model(tmp_path, short_documents):
     report = report_of("--model", folder, "--k", 5, "--questions", 3, "--max-new-tokens", 6)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder, dtype="auto"), AutoTokenizer.from_pretrained(folder)
     rows = {row["method"]: row for row in report["rows"]}
+    shallow = report_of("--model", folder, "--k", 1, "--questions", 3, "--max-new-tokens", 6)["rows"]
+    assert shallow[3]["answers"] != shallow[0]["answers"]
     for index, question in enumerate(data.questions()):
         ids = prompt_ids(tokenizer, question.question, preamble=INSTRUCTION, separator=SEPARATOR)
         texts = [token for one in data.documents() for token in tokenizer(document_text(one.text))["input_ids"]]
         prompt = torch.tensor([[*ids.preamble, *texts, *ids.question]])
         new = model.generate(prompt, max_new_tokens=6, do_sample=False)[0, prompt.shape[1] :]
         expected = " ".join(tokenizer.decode(new, skip_special_tokens=True).split())
-        assert rows["full recompute"]["answers"][index] == expected
+        assert rows["full recompute"]["answers"][index] == shallow[0]["answers"][index] == expected
         assert rows["SPEED"]["answers"][index] == expected  # k = L computes the same
     assert rows["SPEED"]["flops"] == rows["full recompute"]["flops"]
     assert rows["packets"]["answers"] == rows["packets + SPEED"]["answers"]

@@ -101,6 +101,13 @@ def test_a_run_after_an_interruption_makes_what_is_missing_or_damaged(tmp_path, 
     assert len(list(out.iterdir())) == 2
 
 
+def test_a_packet_under_anothers_name_is_replaced(tmp_path, texts, model_dir):
+    first, second = packed(texts, tmp_path / "out", model_dir)
+    second.replace(first)
+    assert packed(texts, tmp_path / "out", model_dir) == [first, second]
+    assert [Packet.load(file).text.strip() for file in (first, second)] == [FIRST.strip(), SECOND]
+
+
 def test_another_depth_replaces_the_packets(tmp_path, texts, model_dir):
     out = tmp_path / "out"
     names = packed(texts, out, model_dir)
