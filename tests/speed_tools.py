@@ -35,7 +35,7 @@ class Token(NamedTuple):
 
 
 def conversation(*turns: tuple[int, int]) -> list[Token]:
-    """`(prompt tokens, answer tokens)` of each turn -> its tokens. A turn's last answer token goes into the next prompt."""
+    """Each turn's `(prompt tokens, answer tokens)` -> its tokens; the last answer token goes into the next prompt."""
     tokens = []
     for turn, (prompt, answer) in enumerate(turns):
         tokens += [Token(False, i == prompt - 1, turn) for i in range(prompt)]

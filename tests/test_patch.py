@@ -33,7 +33,6 @@ from speed_tools import (
 from tiny_models import tiny_config, tiny_model
 from torch import nn
 
-
 HOOKS = (
     "_forward_hooks",
     "_forward_pre_hooks",

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import dataclasses
 
+import kvspeed
 import pytest
 import torch
-from tiny_models import random_ids, tiny_model
-
-import kvspeed
 from kvspeed import attention, gate, packet, patch, plan, rope
+from tiny_models import random_ids, tiny_model
 
 
 def failed(report: kvspeed.VerifyReport) -> set[str]:
@@ -107,7 +106,7 @@ def test_a_rope_that_cannot_be_shifted_is_reported() -> None:
 
 
 def test_an_unknown_architecture_is_refused() -> None:
-    with pytest.raises(ValueError, match="NoneType|Linear|not known|known are"):
+    with pytest.raises(ValueError, match=r"NoneType|Linear|not known|known are"):
         kvspeed.verify(torch.nn.Linear(2, 2))
 
 
