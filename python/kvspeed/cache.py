@@ -286,7 +286,7 @@ class KVCache(DynamicCache):
     def start_forward(self, plan: Any) -> None:
         """A patched model's forward begins: `plan` says what it appends."""
         for layer in self._layers()[: self.depth]:
-            layer.forget()  # now, so that going back is a matter of lengths
+            layer.forget()  # now, so that going back, here or by `crop` after the forward, is a matter of lengths
         self.plan, self._before = plan, [layer.length for layer in self._layers()]
 
     def end_forward(self, completed: bool) -> None:
@@ -295,8 +295,6 @@ class KVCache(DynamicCache):
             for layer, length in zip(self._layers(), self._before, strict=True):
                 layer.length = length
         else:
-            for layer in self._layers()[: self.depth]:
-                layer.forget()
             self.padding, self.plain_mask = self.plan.padding, self.plan.plain_mask
             if self.plan.deep is not None:
                 self.plan.deep.remember(self)
