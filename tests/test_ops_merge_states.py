@@ -12,9 +12,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kvspeed import ops
+from op_cases import DTYPES, every_isa
 from poison import embed, lazy_storage
-
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.fixture(autouse=True)
@@ -22,9 +21,6 @@ def isa(request):
     """The instruction set of a test: the best, unless the test asks for every one."""
     with ops.cpu_isa(getattr(request, "param", "auto")):
         yield
-
-
-every_isa = pytest.mark.parametrize("isa", ops.cpu_isas(), indirect=True)
 
 
 def state(shape=(2, 3, 4, 64), dtype=torch.float32, spread=3.0):
