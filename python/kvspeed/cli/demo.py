@@ -117,7 +117,7 @@ def _print_table(report: dict[str, Any]) -> None:
     for number, question in enumerate(report["questions"], 1):
         console.print(f"  {number}. {escape(question['question'])} [dim]({escape(question['accepted'][0])})[/dim]")
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), show_lines=True, expand=True)
-    table.add_column("method", min_width=13)
+    table.add_column("method", max_width=15)
     for title in ("TTFT", "per token", "KV", "FLOPs", "right"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("answers", overflow="fold", ratio=1)
@@ -143,7 +143,7 @@ def _print_table(report: dict[str, Any]) -> None:
 def _answer(number: int, text: str, correct: bool) -> str:
     from rich.markup import escape
 
-    short = text if len(text) <= 72 else text[:71] + "…"
+    short = text if len(text) <= 100 else text[:99] + "…"
     mark = "[green]right[/green]" if correct else "[red]wrong[/red]"
     return f"{number} {mark}: {escape(short) or '(nothing)'}"
 
