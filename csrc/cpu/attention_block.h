@@ -13,8 +13,10 @@
 
 namespace kvspeed::cpu::KVSPEED_ISA_NAME {
 
-// Scores of this many rows or fewer come from Dot, of more from Gemm over transposed keys.
+// This many rows or fewer go through Dot and AddRange, more through Gemm.
 constexpr int64_t kDotRows = 8;
+// Rows that are added to together; neighbours in time, so what they see differs little.
+constexpr int64_t kValueRows = 12;
 
 // A thread's scratch: the state of one tile of rows.
 struct Tile {
@@ -94,8 +96,13 @@ inline void AddValues(Tile& tile, int64_t first, int64_t rows, const T* values, 
   }
   const auto add = [&](int64_t r, int64_t n, int64_t begin, int64_t end) {
     if (begin >= end) return;
-    GemmBlock<T, true>(n, tile.scores + r * kTokenBlock, kTokenBlock, values, stride, begin, end,
-                       tile.sum + r * tile.dim, tile.dim, dim);
+    const float* weights = tile.scores + r * kTokenBlock;
+    float* sum = tile.sum + r * tile.dim;
+    if (tile.rows <= kDotRows) {
+      AddRange(weights, n, values, stride, dim, begin, end, sum, tile.dim);
+    } else {
+      RunGemm<T, true>({weights, kTokenBlock, values, stride, sum, tile.dim, dim}, n, begin, end);
+    }
   };
   if (common_begin >= common_end) {
     for (int64_t r = first; r < first + rows; ++r) add(r, 1, tile.begin[r], tile.end[r]);
@@ -106,31 +113,22 @@ inline void AddValues(Tile& tile, int64_t first, int64_t rows, const T* values, 
   for (int64_t r = first; r < first + rows; ++r) add(r, 1, common_end, tile.end[r]);
 }
 
-// The next block of the same segment, to prefetch; null at its end.
-struct NextBlock {
-  const char *key, *value;
-};
-
 // The whole step. tile.begin and tile.end say which of the n keys each row sees.
 template <class T>
 inline void AttendBlock(Tile& tile, const T* keys, int64_t key_stride, const T* values, int64_t value_stride,
-                        int64_t dim, int64_t n, float softcap, NextBlock next) {
+                        int64_t dim, int64_t n, float softcap) {
   if (tile.rows <= kDotRows) {
-    Dot(tile.query, tile.dim, tile.rows, keys, key_stride, dim, n, tile.scores, next.key,
-        key_stride * static_cast<int64_t>(sizeof(T)));
+    Dot(tile.query, tile.dim, tile.rows, keys, key_stride, dim, n, tile.scores);
   } else {
     TransposeKeys(keys, key_stride, dim, n, tile.transposed);
-    for (int64_t r = 0; r < tile.rows; r += kGemmRows) {
-      GemmBlock<float, false>(Min(kGemmRows, tile.rows - r), tile.query + r * tile.dim, tile.dim, tile.transposed,
-                              kTokenBlock, 0, RoundUp(dim, kPair), tile.scores + r * kTokenBlock, kTokenBlock,
-                              kTokenBlock);
-    }
+    RunGemm<float, false>({tile.query, tile.dim, tile.transposed, kTokenBlock, tile.scores, kTokenBlock, kTokenBlock},
+                          tile.rows, 0, RoundUp(dim, kPair));
   }
   for (int64_t r = 0; r < tile.rows; ++r) {
     if (tile.begin[r] < tile.end[r]) SoftmaxRow(tile, r, softcap);
   }
-  for (int64_t r = 0; r < tile.rows; r += kGemmRows) {
-    AddValues(tile, r, Min(kGemmRows, tile.rows - r), values, value_stride, dim);
+  for (int64_t r = 0; r < tile.rows; r += kValueRows) {
+    AddValues(tile, r, Min(kValueRows, tile.rows - r), values, value_stride, dim);
   }
 }
 

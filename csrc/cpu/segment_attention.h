@@ -115,13 +115,8 @@ class AttentionUnit {
         tile_.begin[r] = static_cast<int32_t>(row_from - t);
         tile_.end[r] = static_cast<int32_t>(Max(row_to, row_from) - t);
       }
-      const bool more = t + 2 * kTokenBlock <= to;
-      const T* next_key = keys + (t + kTokenBlock) * s.key_stride[2];
-      const T* next_value = values + (t + kTokenBlock) * s.value_stride[2];
       AttendBlock(tile_, keys + t * s.key_stride[2], s.key_stride[2], values + t * s.value_stride[2],
-                  s.value_stride[2], g_.head_dim, n, g_.softcap,
-                  NextBlock{more ? reinterpret_cast<const char*>(next_key) : nullptr,
-                            more ? reinterpret_cast<const char*>(next_value) : nullptr});
+                  s.value_stride[2], g_.head_dim, n, g_.softcap);
     }
   }
 

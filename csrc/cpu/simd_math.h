@@ -10,7 +10,7 @@ namespace kvspeed::cpu::KVSPEED_ISA_NAME {
 
 // 2^x for x <= 127. Below -126 (-infinity included) exactly 0; NaN stays NaN. x = n + f with |f| <= 1/2, and a polynomial
 // of degree 6 for 2^f whose own error is 5e-9.
-inline F32 Exp2(F32 x) {
+KVSPEED_SIMD F32 Exp2(F32 x) {
   const F32 bounded = Max(Set1(-126.0f), x);
   const F32 n = Round(bounded), f = Sub(bounded, n);
   F32 p = Set1(1.545316294512069e-04f);
@@ -23,14 +23,14 @@ inline F32 Exp2(F32 x) {
   return Select(x, Set1(-126.0f), Zero(), Mul(p, Pow2(n)));
 }
 
-inline float Exp2(float x) {
+KVSPEED_SIMD float Exp2(float x) {
   float lanes[kLanes];
   Store(lanes, Exp2(Set1(x)));
   return lanes[0];
 }
 
 // tanh x = x P(x^2) / Q(x^2) for |x| < 7.9, the rational function that Eigen uses; beyond, +-1 is the nearest float.
-inline F32 Tanh(F32 x) {
+KVSPEED_SIMD F32 Tanh(F32 x) {
   const F32 bounded = Max(Set1(-7.9053111f), Min(Set1(7.9053111f), x)), y = Mul(bounded, bounded);
   F32 p = Set1(-2.76076847742355e-16f);
   p = Fma(p, y, Set1(2.00018790482477e-13f));

@@ -11,6 +11,11 @@
 #error "compile csrc/cpu/kernels.cpp with -DKVSPEED_ISA_NAME=<namespace>"
 #endif
 
+// For functions and lambdas whose arrays of vectors must stay in registers, and for the loops over such arrays.
+#define KVSPEED_INLINE __attribute__((always_inline))
+#define KVSPEED_SIMD inline __attribute__((always_inline))
+#define KVSPEED_UNROLL _Pragma("GCC unroll 32")
+
 // Everything in csrc/cpu lives in a namespace of its instruction set. Without that, the linker would be free to keep
 // one copy of an inline function for all of them: the AVX-512 one, say, on a machine that has none.
 namespace kvspeed::cpu::KVSPEED_ISA_NAME {
