@@ -278,6 +278,16 @@ def test_labels_without_an_answer() -> None:
         speedy("llama")(ids, attention_mask=mask, labels=labels)
 
 
+@pytest.mark.parametrize("text", ["..ppaa", "ppaa.."])
+def test_labels_on_padding_do_not_count(text: str) -> None:
+    """A short row beside a longer one, its padding labelled by a careless collator."""
+    ids, labels, mask = batch_of([text, "ppaaaa"])
+    model = speedy("llama")
+    wanted = model(ids, attention_mask=mask, labels=labels).loss
+    careless = torch.where(mask == 0, ids, labels)
+    assert abs(model(ids, attention_mask=mask, labels=careless).loss.item() - wanted.item()) < 1e-6
+
+
 @pytest.mark.parametrize("with_mask", [False, True])
 def test_packed_sequences(with_mask: bool) -> None:
     ids, labels, mask = batch_of(["pppaappaaa"])
