@@ -18,7 +18,8 @@ import torch
 from kvspeed.rule import SpeedSpec
 
 if TYPE_CHECKING:
-    from kvspeed.cache import KVCache, SegmentLayer
+    from kvspeed.cache import KVCache
+    from kvspeed.segment_layer import SegmentLayer
 
 __all__ = ["DeepPlan", "Keys", "Plan", "labelled_rows", "plan_deep"]
 
