@@ -16,7 +16,7 @@ int64_t element_bytes(kvspeed_dtype dtype) { return dtype == KVSPEED_FLOAT32 ? 4
 constexpr int64_t kUnitBytes = 64 << 10;
 // Outputs larger than this are written around the caches, which would not hold them anyway.
 constexpr int64_t kStreamBytesMin = 4 << 20;
-// Below this a second thread costs more than it brings.
+// Below this a second thread costs more than it brings (a parallel region is 1 to 10 us, and memory gives 30 KB a us).
 constexpr int64_t kParallelBytesMin = 128 << 10;
 
 }  // namespace
@@ -97,7 +97,9 @@ void AttentionLayout::lay_out(const kvspeed_segment_attention_args& args, int nu
 
   plan = {};
   plan.args = &args;
-  plan.num_threads = num_threads;
+  const double key_bytes = 2.0 * static_cast<double>(tokens) * static_cast<double>(args.batch * args.heads_kv) *
+                           static_cast<double>(args.head_dim * element_bytes(args.dtype));
+  plan.num_threads = key_bytes * static_cast<double>(1 + rows / 8) < kParallelBytesMin ? 1 : num_threads;
 
   // Splits give every thread work where batch and heads are few. They depend on lengths alone (never on the batch or
   // on the thread count), so a row's bits do not depend on its neighbours or on the machine. A split is long enough
@@ -116,6 +118,7 @@ void AttentionLayout::lay_out(const kvspeed_segment_attention_args& args, int nu
   table = workspace.take<float>(args.num_segments * args.rotary_dim);
   plan.partial = workspace.take<float>(
       plan.splits > 1 ? args.batch * args.heads_kv * plan.splits * rows * (dim + 2) : 0);
+  plan.done = workspace.take<int64_t>(plan.splits > 1 ? args.batch * args.heads_kv : 0);
   plan.scratch_bytes = attention_scratch_bytes(args.head_dim, plan.row_tile);
   plan.scratch = workspace.take<char>(num_threads * static_cast<int64_t>(plan.scratch_bytes));
 }
@@ -123,6 +126,9 @@ void AttentionLayout::lay_out(const kvspeed_segment_attention_args& args, int nu
 void AttentionLayout::fill() {
   const kvspeed_segment_attention_args& args = *plan.args;
   const int64_t half = args.rotary_dim / 2;
+  if (plan.splits > 1) {
+    std::memset(plan.done, 0, static_cast<size_t>(args.batch * args.heads_kv) * sizeof(int64_t));
+  }
   for (int64_t i = 0; i < args.num_segments; ++i) {
     rope[i] = {nullptr, nullptr};
     if (args.segments[i].offset == 0 || args.segments[i].tokens == 0 || half == 0) continue;

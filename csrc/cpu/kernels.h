@@ -39,6 +39,7 @@ struct AttentionPlan {
   int64_t row_tile;   // query rows of a unit; a row is one (query token, head of the group)
   int64_t row_tiles;  // units in the row direction
   float* partial;     // [batch, heads_kv, splits, rows, head_dim rounded up + 2]: sums, then maximum and denominator
+  int64_t* done;      // [batch * heads_kv], zeros: units of each that have left their part
   char* scratch;      // num_threads * scratch_bytes
   size_t scratch_bytes;
   int num_threads;

@@ -162,7 +162,7 @@ inline void RopeConcatTyped(const RopeConcatPlan& plan) {
 #pragma omp parallel num_threads(plan.num_threads) if (plan.num_threads > 1)
   {
     float* table = plan.thread_table + omp_get_thread_num() * plan.thread_table_floats;
-#pragma omp for schedule(dynamic, 1)
+#pragma omp for schedule(dynamic, 1) nowait
     for (int64_t u = 0; u < units; ++u) {
       const int64_t layer = u / per_head / g.heads, head = u / per_head % g.heads, unit = u % per_head;
       int64_t low = 0, high = g.num_packets;  // the last packet with packet_units[low] <= unit

@@ -7,8 +7,9 @@
 // rows of one small matrix, so each key is read once for all of them.
 //
 // The visible keys of a batch row (padding left out) are one sequence, cut into splits of plan.split_tokens. A unit of
-// work is (batch row, kv head, split, tile of query rows); it leaves sums, maximum and denominator, which a second pass
-// joins. With one split a unit writes the output itself.
+// work is (batch row, kv head, split, tile of query rows); it leaves sums, maximum and denominator, and the last unit of a
+// kv head to finish joins them. So there is no second pass, and no thread waits for another before the end. With one
+// split a unit writes the output itself.
 #ifndef KVSPEED_CPU_SEGMENT_ATTENTION_H_
 #define KVSPEED_CPU_SEGMENT_ATTENTION_H_
 
@@ -209,24 +210,20 @@ inline void RunUnit(const AttentionPlan& plan, char* scratch, int64_t unit) {
   std::memcpy(part + first * dim, t.sum, static_cast<size_t>(count * dim) * sizeof(float));
   std::memcpy(part + rows * dim + first, t.maximum, static_cast<size_t>(count) * sizeof(float));
   std::memcpy(part + rows * dim + rows + first, t.denominator, static_cast<size_t>(count) * sizeof(float));
+  int64_t* done = plan.done + batch * g.heads_kv + kv_head;
+  if (__atomic_add_fetch(done, int64_t{1}, __ATOMIC_ACQ_REL) < plan.splits * plan.row_tiles) return;
+  for (int64_t r = 0; r < rows; ++r) MergeSplits<T>(plan, batch, kv_head, r, reinterpret_cast<float*>(scratch));
 }
 
 template <class T>
 inline void SegmentAttentionTyped(const AttentionPlan& plan) {
   const kvspeed_segment_attention_args& g = *plan.args;
-  const int64_t rows = g.heads / g.heads_kv * g.query_tokens;
   const int64_t units = g.batch * g.heads_kv * plan.splits * plan.row_tiles;
 #pragma omp parallel num_threads(plan.num_threads) if (plan.num_threads > 1 && units > 1)
   {
     char* scratch = plan.scratch + static_cast<size_t>(omp_get_thread_num()) * plan.scratch_bytes;
-#pragma omp for schedule(dynamic, 1)
+#pragma omp for schedule(dynamic, 1) nowait
     for (int64_t u = 0; u < units; ++u) RunUnit<T>(plan, scratch, u);
-    if (plan.splits > 1) {
-#pragma omp for schedule(static)
-      for (int64_t u = 0; u < g.batch * g.heads_kv * rows; ++u) {
-        MergeSplits<T>(plan, u / rows / g.heads_kv, u / rows % g.heads_kv, u % rows, reinterpret_cast<float*>(scratch));
-      }
-    }
   }
 }
 
