@@ -16,6 +16,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 
@@ -76,4 +77,16 @@ class CMakeBuild(build_ext):
         subprocess.run([cmake, "--build", str(build), "--target", "kvspeed_extension"], check=True)
 
 
-setup(ext_modules=[Extension("kvspeed._C", sources=[])], cmdclass={"build_ext": CMakeBuild})
+class FreshBuildPy(build_py):
+    """Do not pack modules of an earlier build that are gone from the tree: setuptools never empties build/lib."""
+
+    def run(self) -> None:
+        if not getattr(self, "editable_mode", False):
+            package = Path(self.build_lib) / "kvspeed"
+            for path in package.glob("**/*") if package.is_dir() else ():
+                if path.is_file() and path.suffix != ".so":
+                    path.unlink()
+        super().run()
+
+
+setup(ext_modules=[Extension("kvspeed._C", sources=[])], cmdclass={"build_ext": CMakeBuild, "build_py": FreshBuildPy})

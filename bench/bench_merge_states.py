@@ -1,7 +1,7 @@
 # Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
 """merge_states against torch and memcpy.
 
-    python -m pytest bench/bench_merge_states.py
+python -m pytest bench/bench_merge_states.py
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from kvspeed import ops
 from limits import memcpy
 from torch import Tensor
-
-from kvspeed import ops
 
 
 def torch_merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

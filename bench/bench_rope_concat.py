@@ -12,10 +12,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from kvspeed import ops
 from limits import memcpy
 from torch import Tensor
-
-from kvspeed import ops
 
 LAYERS, HEADS, PACKETS, TOKENS, DIM = 16, 8, 8, 512, 128
 

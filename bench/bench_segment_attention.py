@@ -15,11 +15,10 @@ from itertools import cycle
 import pytest
 import torch
 import torch.nn.functional as F
-from limits import read
-from torch import Tensor
-
 from kvspeed import ops
 from kvspeed.segment import Segment
+from limits import read
+from torch import Tensor
 
 Pair = tuple[Tensor, Tensor]
 COLD_BYTES = 160 << 20
@@ -44,7 +43,9 @@ def eager(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["f32", "bf16", "f16"])
 @pytest.mark.parametrize("tokens", [4096, 32768])
-def test_decode(compare: Callable[..., object], tokens: int, dtype: torch.dtype, request: pytest.FixtureRequest) -> None:
+def test_decode(
+    compare: Callable[..., object], tokens: int, dtype: torch.dtype, request: pytest.FixtureRequest
+) -> None:
     """One query token, 32 heads over 8 KV heads of 128; the segment is re-offset, so queries are rotated too."""
     heads, heads_kv, dim = 32, 8, 128
     pairs = copies(heads_kv, tokens, dim, dtype)
@@ -73,7 +74,9 @@ def test_small_model(
     """SmolLM2's shape, 9 heads over 3 KV heads of 64: a decoding step and a question over 2k tokens of packets."""
     heads, heads_kv, dim, tokens = 9, 3, 64, 2048
     pairs = copies(heads_kv, tokens, dim, dtype, 32 << 20)
-    segments = [[Segment(k, v, 5) for k, v in zip(key.chunk(4, 2), value.chunk(4, 2))] for key, value in pairs]
+    segments = [
+        [Segment(k, v, 5) for k, v in zip(key.chunk(4, 2), value.chunk(4, 2), strict=True)] for key, value in pairs
+    ]
     query = torch.randn(1, heads, query_tokens, dim).to(dtype)
     tail_key, tail_value = (torch.randn(1, heads_kv, query_tokens, dim).to(dtype) for _ in range(2))
     inv_freq = 1e5 ** (-torch.arange(0, dim, 2).float() / dim)

@@ -23,10 +23,10 @@ def threads() -> int:
 
 @pytest.fixture
 def compare(benchmark: Any, capsys: pytest.CaptureFixture[str], threads: int) -> Callable[..., Comparison]:
-    """`compare(name, functions, case=..., limit=...)`: interleaved times, a table on the terminal, JSON in bench/results.
+    """`compare(name, functions, case=..., limit=...)`: interleaved times, printed, and saved in bench/results.
 
     The first function is kvspeed's; every ratio is the other's time over its time, except that of `limit`, which is the
-    share of the limit that kvspeed reaches. pytest-benchmark times kvspeed's function once more for its own report, with
+    share of the limit that kvspeed reaches. pytest-benchmark times kvspeed's function once more for its report, with
     the ratios in its extra_info.
     """
 

@@ -103,9 +103,9 @@ kvspeed_segment to_segment(const py::tuple& t) {
 
 void rope_concat(int dtype, int64_t layers, int64_t heads, int64_t head_dim, int64_t rotary_dim, bool interleaved,
                  const std::vector<py::tuple>& packets, uintptr_t inv_freq, int64_t inv_freq_layer_stride,
-                 uintptr_t out_key, uintptr_t out_value, const Stride4& out_key_stride,
-                 const Stride4& out_value_stride, int64_t start, int64_t capacity, uintptr_t page_table,
-                 int64_t page_table_length, int64_t page_size, int64_t pages, int num_threads, int isa) {
+                 uintptr_t out_key, uintptr_t out_value, const Stride4& out_key_stride, const Stride4& out_value_stride,
+                 int64_t start, int64_t capacity, uintptr_t page_table, int64_t page_table_length, int64_t page_size,
+                 int64_t pages, int num_threads, int isa) {
   std::vector<kvspeed_packet> list;
   list.reserve(packets.size());
   for (const py::tuple& t : packets) list.push_back(to_packet(t));
@@ -235,6 +235,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("isa_available", [](int isa) { return kvspeed_isa_available(static_cast<kvspeed_isa>(isa)) != 0; });
   m.def("isa_best", [] { return static_cast<int>(kvspeed_isa_best()); });
   m.def("isa_name", [](int isa) { return std::string(kvspeed_isa_name(static_cast<kvspeed_isa>(isa))); });
-  m.def("advise_huge_pages", [](uintptr_t data, size_t bytes) { kvspeed_advise_huge_pages(pointer<void>(data), bytes); });
+  m.def("advise_huge_pages",
+        [](uintptr_t data, size_t bytes) { kvspeed_advise_huge_pages(pointer<void>(data), bytes); });
   m.def("build_info", &build_info);
 }

@@ -53,8 +53,7 @@ kvspeed_status measure(const Args* args, int num_threads, size_t* bytes) {
 
 }  // namespace
 
-kvspeed_status kvspeed_rope_concat_workspace(const kvspeed_rope_concat_args* args, int32_t num_threads,
-                                             size_t* bytes) {
+kvspeed_status kvspeed_rope_concat_workspace(const kvspeed_rope_concat_args* args, int32_t num_threads, size_t* bytes) {
   return measure<RopeConcatLayout>(args, num_threads, bytes);
 }
 
@@ -94,12 +93,18 @@ kvspeed_status kvspeed_merge_states(const kvspeed_merge_states_args* args, const
 
 const char* kvspeed_status_string(kvspeed_status status) {
   switch (status) {
-    case KVSPEED_OK: return "ok";
-    case KVSPEED_INVALID_ARGUMENT: return "a size, stride or pointer that cannot be right";
-    case KVSPEED_UNSUPPORTED: return "dtype, head_dim, device or instruction set not supported by this build";
-    case KVSPEED_OUT_OF_RANGE: return "tokens or pages beyond the output's capacity";
-    case KVSPEED_WORKSPACE_TOO_SMALL: return "workspace smaller than asked for";
-    case KVSPEED_DEVICE_ERROR: return "the device's runtime reported a failure";
+    case KVSPEED_OK:
+      return "ok";
+    case KVSPEED_INVALID_ARGUMENT:
+      return "a size, stride or pointer that cannot be right";
+    case KVSPEED_UNSUPPORTED:
+      return "dtype, head_dim, device or instruction set not supported by this build";
+    case KVSPEED_OUT_OF_RANGE:
+      return "tokens or pages beyond the output's capacity";
+    case KVSPEED_WORKSPACE_TOO_SMALL:
+      return "workspace smaller than asked for";
+    case KVSPEED_DEVICE_ERROR:
+      return "the device's runtime reported a failure";
   }
   return "unknown status";
 }

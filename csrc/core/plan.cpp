@@ -116,8 +116,8 @@ void AttentionLayout::lay_out(const kvspeed_segment_attention_args& args, int nu
   const int64_t dim = padded_dim(args.head_dim);
   plan.rope = rope = workspace.take<RopeRow>(args.num_segments);
   table = workspace.take<float>(args.num_segments * args.rotary_dim);
-  plan.partial = workspace.take<float>(
-      plan.splits > 1 ? args.batch * args.heads_kv * plan.splits * rows * (dim + 2) : 0);
+  plan.partial =
+      workspace.take<float>(plan.splits > 1 ? args.batch * args.heads_kv * plan.splits * rows * (dim + 2) : 0);
   plan.done = workspace.take<int64_t>(plan.splits > 1 ? args.batch * args.heads_kv : 0);
   plan.scratch_bytes = attention_scratch_bytes(args.head_dim, plan.row_tile);
   plan.scratch = workspace.take<char>(num_threads * static_cast<int64_t>(plan.scratch_bytes));

@@ -34,7 +34,8 @@ kvspeed_status check_pages(const kvspeed_rope_concat_args& g, int64_t end) {
 
 kvspeed_status check_segment(const kvspeed_segment& s, const kvspeed_segment_attention_args& g) {
   if (!is_size(s.tokens) || !is_position(s.offset) || !is_position(s.start)) return KVSPEED_INVALID_ARGUMENT;
-  if (s.tokens > 0 && g.batch > 0 && g.heads > 0 && (s.key == nullptr || s.value == nullptr)) return KVSPEED_INVALID_ARGUMENT;
+  if (s.tokens > 0 && g.batch > 0 && g.heads > 0 && (s.key == nullptr || s.value == nullptr))
+    return KVSPEED_INVALID_ARGUMENT;
   if (s.offset != 0 && g.rotary_dim > 0 && g.inv_freq == nullptr) return KVSPEED_INVALID_ARGUMENT;
   return KVSPEED_OK;
 }

@@ -2,8 +2,8 @@
 //
 // One tile of query rows against one block of keys: scores, mask, online softmax, weighted sum of values.
 //
-// Whatever the mask (causal, window, padding), the keys that a row sees within a block are an interval, so a mask is two
-// numbers a row. Keys outside it are never multiplied into the output, not even by 0: they may hold NaN.
+// Whatever the mask (causal, window, padding), the keys that a row sees within a block are an interval, so a mask is
+// two numbers a row. Keys outside it are never multiplied into the output, not even by 0: they may hold NaN.
 #ifndef KVSPEED_CPU_ATTENTION_BLOCK_H_
 #define KVSPEED_CPU_ATTENTION_BLOCK_H_
 

@@ -2,16 +2,17 @@
 //
 // The inner loops of attention over a block of up to kTokenBlock keys.
 //
-//   Dot        scores of a few rows. Vectors run along head_dim; a tile of rows x tokens sums ends in one sum across lanes.
-//   AddValues  sum += weights . values for a few rows: a few tokens at a time, so that each sum is loaded and stored once
+//   Dot        scores of a few rows. Vectors run along head_dim; a tile of rows x tokens sums ends in one sum across
+//   lanes. AddValues  sum += weights . values for a few rows: a few tokens at a time, so that each sum is loaded and
+//   stored once
 //              for all of them.
 //   Gemm       C += A B with a register tile, where rows are many: both scores (B = keys transposed once for all rows,
 //              which saves the sums across lanes) and values.
 //
 // Few rows means waiting for memory, and then the order of addresses is all: the hardware's prefetcher, which has more
-// requests in flight than a core may have itself, follows lines that go strictly upwards, and gives up on four rows read
-// side by side. So while a tile computes, the next one is fetched line by line in address order; the tile then finds its
-// rows in the first cache, in whatever order it likes. docs/cpu-kernels.md has the numbers: a factor of two.
+// requests in flight than a core may have itself, follows lines that go strictly upwards, and gives up on four rows
+// read side by side. So while a tile computes, the next one is fetched line by line in address order; the tile then
+// finds its rows in the first cache, in whatever order it likes. docs/cpu-kernels.md has the numbers: a factor of two.
 //
 // Head dimensions are in PAIR ORDER everywhere in scratch: the order in which LoadPair hands them out. Scores do not
 // care (query and keys agree), and StorePair puts the output back.
@@ -52,7 +53,8 @@ inline void LoadPairUpTo(const T* p, int64_t n, F32& a, F32& b) {
 constexpr int64_t kAheadBytes = 8192;  // tried: 2, 4, 6, 8, 12, 16 KiB
 template <class T, int kTokens>
 struct LinesAhead {
-  static constexpr int kLines = kTokens * kPair * static_cast<int>(sizeof(T)) / 64;  // of one step: a pair of each token
+  static constexpr int kLines =
+      kTokens * kPair * static_cast<int>(sizeof(T)) / 64;  // of one step: a pair of each token
   const char* next;
 
   LinesAhead(const T* rows, int64_t stride, int64_t dim)
@@ -132,10 +134,18 @@ inline void Dot(const float* query, int64_t dim_stride, int64_t rows, const T* k
     const float* q = query + r * dim_stride;
     float* s = scores + r * kTokenBlock;
     switch (Min(4, rows - r)) {
-      case 1: DotRows<T, 1>(q, dim_stride, keys, key_stride, dim, n, s); break;
-      case 2: DotRows<T, 2>(q, dim_stride, keys, key_stride, dim, n, s); break;
-      case 3: DotRows<T, 3>(q, dim_stride, keys, key_stride, dim, n, s); break;
-      default: DotRows<T, 4>(q, dim_stride, keys, key_stride, dim, n, s); break;
+      case 1:
+        DotRows<T, 1>(q, dim_stride, keys, key_stride, dim, n, s);
+        break;
+      case 2:
+        DotRows<T, 2>(q, dim_stride, keys, key_stride, dim, n, s);
+        break;
+      case 3:
+        DotRows<T, 3>(q, dim_stride, keys, key_stride, dim, n, s);
+        break;
+      default:
+        DotRows<T, 4>(q, dim_stride, keys, key_stride, dim, n, s);
+        break;
     }
   }
 }
@@ -267,12 +277,24 @@ template <class T, bool kAdd>
 inline void RunGemm(const Gemm<T>& g, int64_t rows, int64_t begin, int64_t end) {
   for (int64_t row = 0; row < rows; row += kGemmRows) {
     switch (Min(kGemmRows, rows - row)) {
-      case 1: GemmRows<T, 1, kAdd>(g, row, begin, end); break;
-      case 2: GemmRows<T, 2, kAdd>(g, row, begin, end); break;
-      case 3: GemmRows<T, 3, kAdd>(g, row, begin, end); break;
-      case 4: GemmRows<T, 4, kAdd>(g, row, begin, end); break;
-      case 5: GemmRows<T, 5, kAdd>(g, row, begin, end); break;
-      default: GemmRows<T, kGemmRows, kAdd>(g, row, begin, end); break;
+      case 1:
+        GemmRows<T, 1, kAdd>(g, row, begin, end);
+        break;
+      case 2:
+        GemmRows<T, 2, kAdd>(g, row, begin, end);
+        break;
+      case 3:
+        GemmRows<T, 3, kAdd>(g, row, begin, end);
+        break;
+      case 4:
+        GemmRows<T, 4, kAdd>(g, row, begin, end);
+        break;
+      case 5:
+        GemmRows<T, 5, kAdd>(g, row, begin, end);
+        break;
+      default:
+        GemmRows<T, kGemmRows, kAdd>(g, row, begin, end);
+        break;
     }
   }
 }

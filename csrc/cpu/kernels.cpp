@@ -3,6 +3,7 @@
 // Compiled once per instruction set, with -DKVSPEED_ISA_NAME and -DKVSPEED_SIMD_HEADER from CMakeLists.txt.
 #include KVSPEED_SIMD_HEADER
 #include "cpu/kernels.h"
+
 #include "cpu/merge_states.h"
 #include "cpu/rope_concat.h"
 #include "cpu/segment_attention.h"

@@ -56,15 +56,21 @@ inline void MergeTyped(const kvspeed_merge_states_args& g, int num_threads) {
 inline void MergeStates(const kvspeed_merge_states_args& args, int num_threads) {
   const auto with_b = [&]<class A>(const A*) {
     switch (args.dtype_b) {
-      case KVSPEED_FLOAT32: return MergeTyped<A, float>(args, num_threads);
-      case KVSPEED_BFLOAT16: return MergeTyped<A, BF16>(args, num_threads);
-      case KVSPEED_FLOAT16: return MergeTyped<A, F16>(args, num_threads);
+      case KVSPEED_FLOAT32:
+        return MergeTyped<A, float>(args, num_threads);
+      case KVSPEED_BFLOAT16:
+        return MergeTyped<A, BF16>(args, num_threads);
+      case KVSPEED_FLOAT16:
+        return MergeTyped<A, F16>(args, num_threads);
     }
   };
   switch (args.dtype_a) {
-    case KVSPEED_FLOAT32: return with_b(static_cast<const float*>(nullptr));
-    case KVSPEED_BFLOAT16: return with_b(static_cast<const BF16*>(nullptr));
-    case KVSPEED_FLOAT16: return with_b(static_cast<const F16*>(nullptr));
+    case KVSPEED_FLOAT32:
+      return with_b(static_cast<const float*>(nullptr));
+    case KVSPEED_BFLOAT16:
+      return with_b(static_cast<const BF16*>(nullptr));
+    case KVSPEED_FLOAT16:
+      return with_b(static_cast<const F16*>(nullptr));
   }
 }
 

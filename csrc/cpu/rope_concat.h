@@ -50,9 +50,9 @@ inline void CopyRows(const T* from, int64_t from_stride, T* to, int64_t to_strid
 
 // What turning a row needs to know.
 struct Rotation {
-  int64_t pairs;    // pairs that turn
-  int64_t half;     // pairs of the rotary part; those from `pairs` on have frequency 0 and are copied
-  int64_t dim;      // numbers in a row; those from 2 * half on are copied
+  int64_t pairs;  // pairs that turn
+  int64_t half;   // pairs of the rotary part; those from `pairs` on have frequency 0 and are copied
+  int64_t dim;    // numbers in a row; those from 2 * half on are copied
   bool interleaved;
   RotateMode mode;
   const float* table;
@@ -78,7 +78,9 @@ inline void RotateRows(const Rotation& r, const T* from, int64_t from_stride, T*
 // Streaming stores need aligned addresses, and pay only when they fill whole lines.
 template <class T>
 inline bool CanStream(const Rotation& r, const T* to, int64_t to_stride) {
-  const auto aligned = [](int64_t count, int64_t bytes) { return count * static_cast<int64_t>(sizeof(T)) % bytes == 0; };
+  const auto aligned = [](int64_t count, int64_t bytes) {
+    return count * static_cast<int64_t>(sizeof(T)) % bytes == 0;
+  };
   return reinterpret_cast<uintptr_t>(to) % 64 == 0 && aligned(to_stride, 64) && aligned(r.half, kStreamBytes) &&
          aligned(r.pairs, 64) && r.mode != RotateMode::kScalar;
 }
@@ -180,9 +182,12 @@ inline void RopeConcatTyped(const RopeConcatPlan& plan) {
 
 inline void RopeConcat(const RopeConcatPlan& plan) {
   switch (plan.args->dtype) {
-    case KVSPEED_FLOAT32: return RopeConcatTyped<float>(plan);
-    case KVSPEED_BFLOAT16: return RopeConcatTyped<BF16>(plan);
-    case KVSPEED_FLOAT16: return RopeConcatTyped<F16>(plan);
+    case KVSPEED_FLOAT32:
+      return RopeConcatTyped<float>(plan);
+    case KVSPEED_BFLOAT16:
+      return RopeConcatTyped<BF16>(plan);
+    case KVSPEED_FLOAT16:
+      return RopeConcatTyped<F16>(plan);
   }
 }
 

@@ -3,13 +3,13 @@
 // segment_attention: attention over a list of segments where they lie.
 //
 // Because R(p) q . R(d) k = (R(p - d) q) . k, a segment used d positions away from where its keys were rotated needs no
-// new keys: its query is turned by -d instead, once a segment, in float32. All heads of a group and all query tokens are
-// rows of one small matrix, so each key is read once for all of them.
+// new keys: its query is turned by -d instead, once a segment, in float32. All heads of a group and all query tokens
+// are rows of one small matrix, so each key is read once for all of them.
 //
 // The visible keys of a batch row (padding left out) are one sequence, cut into splits of plan.split_tokens. A unit of
-// work is (batch row, kv head, split, tile of query rows); it leaves sums, maximum and denominator, and the last unit of a
-// kv head to finish joins them. So there is no second pass, and no thread waits for another before the end. With one
-// split a unit writes the output itself.
+// work is (batch row, kv head, split, tile of query rows); it leaves sums, maximum and denominator, and the last unit
+// of a kv head to finish joins them. So there is no second pass, and no thread waits for another before the end. With
+// one split a unit writes the output itself.
 #ifndef KVSPEED_CPU_SEGMENT_ATTENTION_H_
 #define KVSPEED_CPU_SEGMENT_ATTENTION_H_
 
@@ -116,8 +116,8 @@ class AttentionUnit {
         tile_.begin[r] = static_cast<int32_t>(row_from - t);
         tile_.end[r] = static_cast<int32_t>(Max(row_to, row_from) - t);
       }
-      AttendBlock(tile_, keys + t * s.key_stride[2], s.key_stride[2], values + t * s.value_stride[2],
-                  s.value_stride[2], g_.head_dim, n, g_.softcap);
+      AttendBlock(tile_, keys + t * s.key_stride[2], s.key_stride[2], values + t * s.value_stride[2], s.value_stride[2],
+                  g_.head_dim, n, g_.softcap);
     }
   }
 
@@ -135,6 +135,7 @@ inline void WriteRow(const kvspeed_segment_attention_args& g, int64_t batch, int
   const RowMap map = {g.heads / g.heads_kv};
   const int64_t head = map.Head(kv_head, row), token = map.Token(row);
   T* out = static_cast<T*>(g.out) + batch * g.out_stride[0] + head * g.out_stride[1] + token * g.out_stride[2];
+  const bool nothing_seen = denominator == 0;
   float shrink = 1;
   if (g.sinks != nullptr) {
     const float sink = g.sinks[head] * kLog2E, larger = sink > maximum ? sink : maximum;
@@ -157,7 +158,8 @@ inline void WriteRow(const kvspeed_segment_attention_args& g, int64_t batch, int
     }
   }
   if (g.lse != nullptr) {
-    const double lse = empty ? -INFINITY : (double{maximum} + std::log2(double{denominator})) * kLn2;
+    double lse = empty ? -INFINITY : (double{maximum} + std::log2(double{denominator})) * kLn2;
+    if (nothing_seen && g.sinks != nullptr) lse = g.sinks[head];  // itself, to the bit
     g.lse[(batch * g.heads + head) * g.query_tokens + token] = static_cast<float>(lse);
   }
 }
@@ -231,9 +233,12 @@ inline void SegmentAttention(const AttentionPlan& plan) {
   const kvspeed_segment_attention_args& g = *plan.args;
   if (g.batch == 0 || g.heads == 0 || g.query_tokens == 0) return;
   switch (g.dtype) {
-    case KVSPEED_FLOAT32: return SegmentAttentionTyped<float>(plan);
-    case KVSPEED_BFLOAT16: return SegmentAttentionTyped<BF16>(plan);
-    case KVSPEED_FLOAT16: return SegmentAttentionTyped<F16>(plan);
+    case KVSPEED_FLOAT32:
+      return SegmentAttentionTyped<float>(plan);
+    case KVSPEED_BFLOAT16:
+      return SegmentAttentionTyped<BF16>(plan);
+    case KVSPEED_FLOAT16:
+      return SegmentAttentionTyped<F16>(plan);
   }
 }
 

@@ -44,7 +44,8 @@ KVSPEED_SIMD float ReduceMax(F32 x) {
   y = _mm_max_ps(y, _mm_movehl_ps(y, y));
   return _mm_cvtss_f32(_mm_max_ss(y, _mm_movehdup_ps(y)));
 }
-KVSPEED_SIMD F32 ReduceEach(const F32* x) {  // halves, then quarters, then lanes: 7 additions and 14 shuffles for 8 sums
+KVSPEED_SIMD F32
+ReduceEach(const F32* x) {  // halves, then quarters, then lanes: 7 additions and 14 shuffles for 8 sums
   const auto halves = [](F32 a, F32 b) { return Add(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b)); };
   const auto quarters = [](F32 a, F32 b) { return Add(_mm256_shuffle_ps(a, b, 0x44), _mm256_shuffle_ps(a, b, 0xee)); };
   const F32 a = quarters(halves(x[0], x[1]), halves(x[2], x[3]));

@@ -29,7 +29,9 @@ KVSPEED_SIMD F32 Fma(F32 a, F32 b, F32 c) { return _mm512_fmadd_ps(a, b, c); }
 KVSPEED_SIMD F32 Fnma(F32 a, F32 b, F32 c) { return _mm512_fnmadd_ps(a, b, c); }
 KVSPEED_SIMD F32 Max(F32 a, F32 b) { return _mm512_max_ps(a, b); }
 KVSPEED_SIMD F32 Min(F32 a, F32 b) { return _mm512_min_ps(a, b); }
-KVSPEED_SIMD F32 Select(F32 x, F32 y, F32 a, F32 b) { return _mm512_mask_mov_ps(b, _mm512_cmp_ps_mask(x, y, _CMP_LT_OQ), a); }
+KVSPEED_SIMD F32 Select(F32 x, F32 y, F32 a, F32 b) {
+  return _mm512_mask_mov_ps(b, _mm512_cmp_ps_mask(x, y, _CMP_LT_OQ), a);
+}
 KVSPEED_SIMD F32 Round(F32 x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 KVSPEED_SIMD F32 Pow2(F32 n) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));
@@ -51,7 +53,9 @@ KVSPEED_SIMD float ReduceMax(F32 x) {
 KVSPEED_SIMD F32 ReduceEach(const F32* x) {  // as in AVX2, one level deeper: 15 additions and 30 shuffles for 16 sums
   const auto halves = [](F32 a, F32 b) { return Add(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)); };
   const auto quarters = [](F32 a, F32 b) { return Add(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee)); };
-  const auto lanes = [](F32 a, F32 b) { return Add(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd)); };
+  const auto lanes = [](F32 a, F32 b) {
+    return Add(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+  };
   F32 q[4];
   for (int i = 0; i < 4; ++i) {
     q[i] = quarters(halves(x[4 * i], x[4 * i + 1]), halves(x[4 * i + 2], x[4 * i + 3]));
@@ -88,12 +92,16 @@ KVSPEED_SIMD __m512i RoundToUpperHalf(F32 x) {  // bf16 in the upper 16 bits, ro
 }
 
 KVSPEED_SIMD F32 LoadAs(const float* p) { return Load(p); }
-KVSPEED_SIMD F32 LoadAs(const F16* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+KVSPEED_SIMD F32 LoadAs(const F16* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
 KVSPEED_SIMD F32 LoadAs(const BF16* p) {
   return _mm512_castsi512_ps(
       _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16));
 }
-KVSPEED_SIMD __m256i ToHalf(const F16*, F32 x) { return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+KVSPEED_SIMD __m256i ToHalf(const F16*, F32 x) {
+  return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
 KVSPEED_SIMD __m256i ToHalf(const BF16*, F32 x) {  // rounding may carry out of a NaN's bits, so NaNs take another way
   const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
   const __m512i quiet = _mm512_or_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x400000));

@@ -11,10 +11,10 @@
 
 namespace kvspeed::cpu::KVSPEED_ISA_NAME {
 
-constexpr int kLanes = 4;          // floats in a vector
+constexpr int kLanes = 4;  // floats in a vector
 constexpr int kRegisters = 16;
-constexpr int kGemmRows = 4;       // rows of a block in Gemm
-constexpr int kStreamBytes = 64;   // alignment that streaming stores want
+constexpr int kGemmRows = 4;      // rows of a block in Gemm
+constexpr int kStreamBytes = 64;  // alignment that streaming stores want
 
 using F32 = float __attribute__((vector_size(16)));
 using U32 = uint32_t __attribute__((vector_size(16)));
@@ -27,12 +27,12 @@ KVSPEED_SIMD F32 Add(F32 a, F32 b) { return a + b; }
 KVSPEED_SIMD F32 Sub(F32 a, F32 b) { return a - b; }
 KVSPEED_SIMD F32 Mul(F32 a, F32 b) { return a * b; }
 KVSPEED_SIMD F32 Div(F32 a, F32 b) { return a / b; }
-KVSPEED_SIMD F32 Fma(F32 a, F32 b, F32 c) { return a * b + c; }   // rounds twice here
+KVSPEED_SIMD F32 Fma(F32 a, F32 b, F32 c) { return a * b + c; }  // rounds twice here
 KVSPEED_SIMD F32 Fnma(F32 a, F32 b, F32 c) { return c - a * b; }
 KVSPEED_SIMD F32 Max(F32 a, F32 b) { return a > b ? a : b; }  // a NaN in b survives
 KVSPEED_SIMD F32 Min(F32 a, F32 b) { return a < b ? a : b; }
 KVSPEED_SIMD F32 Select(F32 x, F32 y, F32 a, F32 b) { return x < y ? a : b; }  // x < y ? a : b
-KVSPEED_SIMD F32 Round(F32 x) {  // to nearest even, for |x| < 2^22
+KVSPEED_SIMD F32 Round(F32 x) {                                                // to nearest even, for |x| < 2^22
   const F32 magic = Set1(12582912.0f);
   return (x + magic) - magic;
 }

@@ -8,8 +8,8 @@
 
 namespace kvspeed::cpu::KVSPEED_ISA_NAME {
 
-// 2^x for x <= 127. Below -126 (-infinity included) exactly 0; NaN stays NaN. x = n + f with |f| <= 1/2, and a polynomial
-// of degree 6 for 2^f whose own error is 5e-9.
+// 2^x for x <= 127. Below -126 (-infinity included) exactly 0; NaN stays NaN. x = n + f with |f| <= 1/2, and a
+// polynomial of degree 6 for 2^f whose own error is 5e-9.
 KVSPEED_SIMD F32 Exp2(F32 x) {
   const F32 bounded = Max(Set1(-126.0f), x);
   const F32 n = Round(bounded), f = Sub(bounded, n);

@@ -52,7 +52,7 @@ inline float ToFloat(BF16 x) { return BitCast<float>(uint32_t{x.bits} << 16); }
 inline float ToFloat(F16 x) {
   const uint32_t magnitude = (x.bits & 0x7fffu) << 13, exponent = magnitude & 0x0f800000u;
   uint32_t bits = magnitude + (112u << 23);
-  if (exponent == 0x0f800000u) bits += 112u << 23;                                              // infinity, NaN
+  if (exponent == 0x0f800000u) bits += 112u << 23;                                            // infinity, NaN
   if (exponent == 0) bits = BitCast<uint32_t>(BitCast<float>(bits + (1u << 23)) - 0x1p-14f);  // zero, denormals
   return BitCast<float>(bits | (uint32_t{x.bits} & 0x8000u) << 16);
 }

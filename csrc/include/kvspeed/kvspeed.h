@@ -84,13 +84,13 @@ typedef struct kvspeed_packet {
 typedef struct kvspeed_rope_concat_args {
   kvspeed_dtype dtype;
   int64_t layers, heads, head_dim;
-  int64_t rotary_dim;  // R, even, 0 <= R <= head_dim; dimensions from R on are copied bit for bit
+  int64_t rotary_dim;   // R, even, 0 <= R <= head_dim; dimensions from R on are copied bit for bit
   int32_t interleaved;  // 0: pairs (i, i + R/2), as in Llama; 1: pairs (2i, 2i + 1), as in GPT-J
 
   const kvspeed_packet* packets;
   int64_t num_packets;
 
-  const float* inv_freq;         // [R/2], or [layers, R/2] with a layer stride; a zero row leaves that layer as it is
+  const float* inv_freq;          // [R/2], or [layers, R/2] with a layer stride; a zero row leaves that layer as it is
   int64_t inv_freq_layer_stride;  // 0: one row for all layers
 
   void* out_key;
@@ -104,9 +104,10 @@ typedef struct kvspeed_rope_concat_args {
   int64_t page_table_length, page_size, pages;
 } kvspeed_rope_concat_args;
 
-KVSPEED_API kvspeed_status kvspeed_rope_concat_workspace(const kvspeed_rope_concat_args* args,
-                                                         int32_t num_threads, size_t* bytes);
-KVSPEED_API kvspeed_status kvspeed_rope_concat(const kvspeed_rope_concat_args* args, const kvspeed_execution* execution);
+KVSPEED_API kvspeed_status kvspeed_rope_concat_workspace(const kvspeed_rope_concat_args* args, int32_t num_threads,
+                                                         size_t* bytes);
+KVSPEED_API kvspeed_status kvspeed_rope_concat(const kvspeed_rope_concat_args* args,
+                                               const kvspeed_execution* execution);
 
 // ------------------------------------------------------------------------------------------------------------------
 // segment_attention
