@@ -7,6 +7,7 @@
 
 #include <cmath>
 
+#include KVSPEED_SIMD_HEADER
 #include "cpu/kernels.h"
 
 namespace kvspeed::cpu::KVSPEED_ISA_NAME {

@@ -8,7 +8,7 @@
 
 #include <type_traits>
 
-#include "cpu/types.h"
+#include KVSPEED_SIMD_HEADER
 
 namespace kvspeed::cpu::KVSPEED_ISA_NAME {
 
