@@ -1,7 +1,7 @@
 # Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
 """Build `kvspeed._C` with CMake. Everything else is in pyproject.toml.
 
-KVSPEED_CUDA=AUTO|ON|OFF   CUDA kernels where nvcc is found (AUTO, the default), always, or never.
+KVSPEED_CUDA=AUTO|OFF      For CUDA kernels to come; this version has none: both do the same, and ON is refused.
 KVSPEED_BUILD_TYPE         CMake build type, Release by default.
 """
 

@@ -100,13 +100,6 @@ def cpu_isa(name: str) -> Iterator[None]:
 
 
 def no_cuda_reason() -> str:
-    """What to tell someone who gave a CUDA tensor, naming what was built."""
-    information = _C.build_info()
-    if information.get("cuda"):
-        built = ", ".join(str(arch) for arch in information.get("cuda_archs", [])) or "none"
-        return f"the CUDA kernels of this build (architectures: {built}) are not wired to this op; use CPU tensors"
-    built = ", ".join(str(isa) for isa in information.get("isas", [])) or "baseline"
-    return (
-        f"this build of kvspeed has CPU kernels only ({built}); build it with KVSPEED_CUDA=ON on a machine with nvcc, "
-        "or give CPU tensors"
-    )
+    """What to tell someone who gave a CUDA tensor, naming what there is."""
+    built = ", ".join(str(isa) for isa in _C.build_info().get("isas", [])) or "baseline"
+    return f"this version of kvspeed has no CUDA kernels, only those for CPUs ({built}): move the tensors to the CPU"
