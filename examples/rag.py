@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import kvspeed
+from kvspeed.fingerprint import model_fingerprint
 
 INSTRUCTION = "Answer the question from these passages, in a few words.\n\n"
 WORDS = 160  # a passage, about 200 tokens
@@ -67,7 +68,8 @@ class BM25:
 
 def packet_for(text: str, model: Any, tokenizer: Any, folder: Path, k: int | None) -> tuple[kvspeed.Packet, bool]:
     """The packet of `text` from `folder`, and whether it had to be built."""
-    name = hashlib.sha256(f"{k} {text}".encode()).hexdigest()[:24]
+    weights = model_fingerprint(model)  # of another model, the packets are others too
+    name = hashlib.sha256(f"{weights} {k} {text}".encode()).hexdigest()[:24]
     path = folder / f"{name}.safetensors"
     if path.exists():
         return kvspeed.Packet.load(path), False
@@ -97,7 +99,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--store", type=Path, default=Path("packets"), help="folder for the packets")
     options = parser.parse_args(arguments)
 
-    texts = [piece for file in options.files for piece in passages(file.read_text(encoding="utf-8"))]
+    try:
+        texts = [piece for file in options.files for piece in passages(file.read_text(encoding="utf-8"))]
+    except OSError as error:
+        print(f"rag.py: {error.filename} cannot be read ({error.strerror})", file=sys.stderr)
+        return 2
     if not texts:
         parser.error("the files hold no text")
     model, tokenizer = load_model(options.model)

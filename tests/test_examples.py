@@ -76,3 +76,21 @@ def test_rag_answers_and_computes_each_passage_once(smollm2, tmp_path, monkeypat
     assert first.split("\n\n", 1)[1].splitlines()[1] == again.split("\n\n", 1)[1].splitlines()[1]
     if k is None:
         assert "green door" in again
+
+
+def test_rag_computes_anew_for_another_model(tmp_path, monkeypatch, capsys) -> None:
+    from cli_tools import save_model
+
+    rag = _rag()
+    notes = tmp_path / "notes.txt"
+    notes.write_text("The key hangs behind the door.")
+    arguments = [str(notes), "-q", "Where?", "--store", str(tmp_path / "packets"), "--model"]
+    for seed, computed in ((0, 1), (0, 0), (1, 1), (0, 0)):
+        assert rag.main([*arguments, str(save_model(tmp_path / f"tiny-{seed}", seed=seed))]) == 0
+        assert f" {computed} computed" in capsys.readouterr().out
+
+
+def test_rag_says_in_a_sentence_that_a_file_is_missing(tmp_path, capsys) -> None:
+    assert _rag().main([str(tmp_path / "no.txt"), "-q", "Where?"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and len(printed.err.splitlines()) == 1 and "no.txt cannot be read" in printed.err
