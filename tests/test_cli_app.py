@@ -23,6 +23,8 @@ def test_version_and_help():
         help_of = run(command, "--help")
         assert help_of.exit_code == 0 and "--debug" in help_of.stdout
     assert run("fetch").exit_code == 2
+    bare = run()
+    assert bare.exit_code == 0 and "Usage" in bare.stdout and "doctor" in bare.stdout
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["demo", "--help"], ["ask", "--help"]])

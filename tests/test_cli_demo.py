@@ -87,8 +87,24 @@ def test_table(tmp_path, short_documents):
     assert result.exit_code == 0, result.stderr
     for word in {word for method in METHODS for word in method.split()}:  # long names are wrapped
         assert word in result.stdout
-    for word in ("TTFT", "per token", "KV", "FLOPs", "right", "untrained so far", "SPEED to k = 4"):
+    for word in ("TTFT", "per token", "KV", "FLOPs", "right", "are untrained", "SPEED to k = 4"):
         assert word in result.stdout
+    assert "packets (untrained adapter) + SPEED" in result.stdout
+    assert result.stdout.index("are untrained") < result.stdout.index("TTFT")
+    answers = [line for line in result.stdout.splitlines() if line.startswith(("  1 ✓", "  1 ✗"))]
+    assert len(answers) == len(METHODS)
+
+
+@pytest.mark.parametrize("columns", [60, 80, 110, 200])
+def test_table_is_as_wide_as_columns_says(tmp_path, short_documents, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    model = save_model(tmp_path / "tiny")
+    result = run("demo", "--model", model, "--questions", 1, "--max-new-tokens", 2)
+    assert result.exit_code == 0, result.stderr
+    lines = [line.rstrip() for line in result.stdout.splitlines()]
+    assert max(map(len, lines)) <= columns
+    if columns >= 80:  # numbers are whole
+        assert sum(line.endswith((" 0 of 1", " 1 of 1")) for line in lines) == len(METHODS)
 
 
 def test_refusals(tmp_path, short_documents):

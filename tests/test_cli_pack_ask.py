@@ -209,6 +209,18 @@ def test_models_that_cannot_be_had(tmp_path, texts):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_model_that_is_not_here_is_looked_for_on_the_hub(tmp_path, texts, monkeypatch):
+    import transformers
+
+    def unreachable(*arguments, **settings):
+        raise OSError("no connection")
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", unreachable)
+    result = run("pack", *texts, "--out", tmp_path / "out", "--model", "no-such-owner/no-such-model")
+    assert "no connection" in refused(result)
+    assert result.stderr.splitlines()[0].endswith("looking for it on the hub")
+
+
 def test_ask_refuses_packets_of_other_weights_naming_both_sides(tmp_path, texts, model_dir):
     out = tmp_path / "out"
     files = packed(texts, out, model_dir)
@@ -225,6 +237,9 @@ def test_ask_refuses_another_depth_naming_both(tmp_path, texts, model_dir):
     packed(texts, out, model_dir, "--k", 3)
     message = refused(run("ask", "Why?", "--packets", out, "--model", model_dir, "--k", 2))
     assert "k=3" in message and "k=2" in message
+    packed(texts, out, model_dir)
+    message = refused(run("ask", "Why?", "--packets", out, "--model", model_dir, "--k", 2))
+    assert "without --k (all 5 layers)" in message and "pack anew with --k 2" in message
 
 
 def test_ask_refuses_what_it_cannot_use(tmp_path, texts, model_dir):
@@ -258,7 +273,7 @@ def test_dtype_goes_into_the_packets_and_comes_back(tmp_path, texts, model_dir):
     assert {Packet.load(file).dtype for file in files} == {torch.bfloat16}
     asked("Why?", "--packets", out, "--model", model_dir, "--max-new-tokens", 3)
     message = refused(run("ask", "Why?", "--packets", out, "--model", model_dir, "--dtype", "float32"))
-    assert "bfloat16" in message and "float32" in message
+    assert "was packed in bfloat16" in message and "pack anew with --dtype float32" in message
 
 
 def test_adapter(tmp_path, texts, model_dir):

@@ -11,11 +11,11 @@ import typer
 
 from kvspeed.cli.common import (
     Debug,
-    DType,
     Fault,
     MaxNewTokens,
     ModelName,
     check_depth,
+    counted,
     guarded,
     load_model,
     progress,
@@ -41,7 +41,10 @@ def ask(
     ] = "view",
     max_new_tokens: MaxNewTokens = 64,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
-    dtype: DType = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", help="float32, bfloat16 or float16. Default: the packets' own.", show_default=False),
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Answer a question from all packets of a folder, in the order of their file names.
@@ -57,6 +60,7 @@ def ask(
     files = packet_files(packets)
     loaded = _load(files)
     _check_asked_depth(files, loaded, k)
+    _check_asked_dtype(files, loaded, dtype)
     first = loaded[0]
     network, tokenizer, name = load_model(model, dtype or str(first.dtype).removeprefix("torch."))
     check_depth(k, network)
@@ -71,7 +75,8 @@ def ask(
     print(report["answer"])
     per_token = report["time_per_token_s"]
     stderr().print(
-        f"[dim]{len(files)} packets, {report['prefix_tokens']} tokens read, {report['question_tokens']} computed; "
+        f"[dim]{counted(len(files), 'packet')}, {report['prefix_tokens']} tokens read, "
+        f"{report['question_tokens']} computed; "
         f"first token after {report['ttft_s']:.2f} s"
         + (f", then {1e3 * per_token:.0f} ms a token" if per_token else "")
         + f"; {report['kv_bytes'] / 2**20:.1f} MiB of KV[/dim]"
@@ -94,8 +99,26 @@ def _check_asked_depth(files: list[Path], packets: list[Packet], k: int | None) 
     for file, packet in zip(files, packets, strict=True):
         if k is not None and packet.depth != k:
             raise Fault(
-                f"{file.name} was packed with k={packet.depth} of {packet.layers} layers, and --k asks for k={k}: "
-                f"leave --k out, or pack anew with --k {k}"
+                f"{file.name} was packed {_how(packet)}, and --k asks for k={k}: leave --k out, or pack anew with "
+                f"--k {k}"
+            )
+
+
+def _how(packet: Packet) -> str:
+    layers = packet.layers
+    return f"without --k (all {layers} layers)" if packet.k is None else f"with k={packet.k} of {layers} layers"
+
+
+def _check_asked_dtype(files: list[Path], packets: list[Packet], dtype: str | None) -> None:
+    """Refuses a `--dtype` that is not the packets' own, before a model is loaded; an unknown one is left to that."""
+    if dtype not in ("float32", "bfloat16", "float16"):
+        return
+    for file, packet in zip(files, packets, strict=True):
+        held = str(packet.dtype).removeprefix("torch.")
+        if held != dtype:
+            raise Fault(
+                f"{file.name} was packed in {held}, and --dtype asks for {dtype}: leave --dtype out, or pack anew with "
+                f"--dtype {dtype}"
             )
 
 

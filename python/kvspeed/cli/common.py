@@ -24,6 +24,8 @@ __all__ = [
     "Fault",
     "MaxNewTokens",
     "ModelName",
+    "check_depth",
+    "counted",
     "guarded",
     "load_model",
     "progress",
@@ -96,10 +98,11 @@ def _sentence(error: Exception) -> str:
 
 
 def stdout() -> Console:
-    """The console for results; 110 columns wide where the output is no terminal."""
+    """The console for results: as wide as the terminal or COLUMNS says, 110 columns where neither is there."""
     from rich.console import Console
 
-    return Console(highlight=False, width=None if sys.stdout.isatty() else 110)
+    known = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()
+    return Console(highlight=False, width=None if known else 110)
 
 
 def stderr() -> Console:
@@ -107,6 +110,11 @@ def stderr() -> Console:
     from rich.console import Console
 
     return Console(stderr=True, highlight=False)
+
+
+def counted(number: int, noun: str) -> str:
+    """ "1 thread", "2 threads"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 @contextmanager
@@ -144,6 +152,8 @@ def load_model(name: str | None, dtype: str | None) -> tuple[Any, Any, str]:
         model, tokenizer = load_smollm2(dtype=dtypes[dtype or "float32"])
         return model, tokenizer, MODEL_NAME
     source = _model_source(name)
+    if not Path(source).is_dir() and not _is_cached(source):
+        stderr().print(f"{source} is no folder here: looking for it on the hub", markup=False, soft_wrap=True)
     _check_architecture(source, name)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -176,6 +186,16 @@ def _model_source(name: str) -> str:
     return name
 
 
+def _is_cached(name: str) -> bool:
+    """Whether the hub's client has the model's configuration already."""
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        return isinstance(try_to_load_from_cache(name, "config.json"), str)
+    except ValueError:  # not the form of a hub id; transformers says so
+        return False
+
+
 def _check_architecture(source: str, name: str) -> None:
     """Refuses an unknown architecture before gigabytes of weights are read."""
     from transformers import AutoConfig
@@ -200,9 +220,11 @@ def _first_sentence(error: Exception) -> str:
 
 
 def _quiet_transformers() -> None:
-    """No bars and advice of transformers between ours; its errors stay."""
+    """No bars and advice of transformers, and no retries of the hub's client, between ours; errors stay."""
+    import huggingface_hub
     import transformers
 
+    huggingface_hub.logging.set_verbosity_error()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")

@@ -16,6 +16,7 @@ from kvspeed.cli.common import (
     MaxNewTokens,
     ModelName,
     check_depth,
+    counted,
     guarded,
     load_model,
     progress,
@@ -29,6 +30,7 @@ UNTRAINED = (
     "The packet adapters (8 + 8 soft tokens, drawn from the statistics of the embeddings) and the SPEED weights (the "
     "model's own) are untrained so far: times, bytes and FLOPs are what they will be, answers are not."
 )
+_ABOVE = "Adapters and SPEED weights are untrained: those rows are timed, not judged."
 
 
 @guarded
@@ -110,42 +112,44 @@ def _print_table(report: dict[str, Any]) -> None:
     console = stdout()
     tokens = sum(document["tokens"] for document in report["documents"])
     console.print(
-        f"{escape(report['model'])}, {report['dtype']}, {report['layers']} layers, SPEED to k = {report['k']}; "
-        f"{len(report['documents'])} documents, {tokens} tokens; {report['threads']} threads, "
+        f"{escape(report['model'])}, {report['dtype']}, {counted(report['layers'], 'layer')}, SPEED to k = "
+        f"{report['k']}; {counted(len(report['documents']), 'document')}, {tokens} tokens; "
+        f"{counted(report['threads'], 'thread')}, "
         f"{report['instruction_set']}"
     )
     for number, question in enumerate(report["questions"], 1):
         console.print(f"  {number}. {escape(question['question'])} [dim]({escape(question['accepted'][0])})[/dim]")
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), show_lines=True, expand=True)
-    table.add_column("method", max_width=15)
+    console.print(f"[bold]{_ABOVE}[/bold]")
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+    table.add_column("method")
     for title in ("TTFT", "per token", "KV", "FLOPs", "right"):
         table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("answers", overflow="fold", ratio=1)
     for row in report["rows"]:
         table.add_row(
-            escape(row["method"]),
+            _title(row),
             _with_ratio(_seconds(row["ttft_s"]), row["ttft_ratio"]),
             _with_ratio(_seconds(row["time_per_token_s"]), row["time_per_token_ratio"]),
             _with_ratio(f"{row['kv_bytes'] / 2**20:.1f} MiB", row["kv_ratio"]),
             _with_ratio(_flops(row["flops"]), row["flops_ratio"]),
             f"{sum(row['correct'])} of {len(row['correct'])}",
-            "\n".join(_answer(n, *pair) for n, pair in enumerate(zip(row["answers"], row["correct"], strict=True), 1)),
         )
     console.print(table)
+    marks = ("✗", "✓") if console.encoding.startswith("utf") else ("wrong", "right")
+    for row in report["rows"]:
+        console.print(f"[bold]{_title(row)}[/bold]")
+        for number, (answer, correct) in enumerate(zip(row["answers"], row["correct"], strict=True), 1):
+            mark = f"[{'green' if correct else 'red'}]{marks[correct]}[/]"
+            console.print(f"  {number} {mark} {escape(answer) or '(nothing)'}")
     console.print(
-        "Medians over the questions (FLOPs: mean of an answer); below each number its ratio to full recompute. TTFT "
+        "\nMedians over the questions (FLOPs: mean of an answer); below each number its ratio to full recompute. TTFT "
         "includes tokenising the question and assembling the packets, which were built beforehand in "
         f"{_seconds(report['build_s']['packets'])} (to depth k: {_seconds(report['build_s']['packets + SPEED'])})."
     )
-    console.print(f"[bold]{UNTRAINED}[/bold]")
 
 
-def _answer(number: int, text: str, correct: bool) -> str:
-    from rich.markup import escape
-
-    short = text if len(text) <= 100 else text[:99] + "…"
-    mark = "[green]right[/green]" if correct else "[red]wrong[/red]"
-    return f"{number} {mark}: {escape(short) or '(nothing)'}"
+def _title(row: dict[str, Any]) -> str:
+    """The method's name for people, who shall not take random soft tokens for trained ones."""
+    return str(row["method"]).replace("packets", "packets (untrained adapter)")
 
 
 def _with_ratio(text: str, ratio: float | None) -> str:

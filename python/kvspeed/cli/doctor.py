@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvspeed.cli.common import Debug, guarded, progress, stdout
+from kvspeed.cli.common import Debug, counted, guarded, progress, stdout
 
 _PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "gguf", "peft", "numpy", "typer", "rich")
 
@@ -129,8 +129,12 @@ def _print(report: dict[str, Any]) -> None:
     from rich.table import Table
 
     console = stdout()
+    facts = Table.grid(padding=(0, 1))
+    facts.add_column(style="bold", no_wrap=True)
+    facts.add_column(overflow="fold")
     for title, value in _lines(report):
-        console.print(f"[bold]{title:<18}[/bold] {escape(value)}", soft_wrap=True)
+        facts.add_row(title, escape(value))
+    console.print(facts)
     if report.get("fault"):
         console.print(f"[red]FAILED[/red] the kernels cannot be loaded: {escape(report['fault'])}")
         return
@@ -159,8 +163,8 @@ def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
     versions = ", ".join(f"{name} {version or 'missing'}" for name, version in report["versions"].items())
     lines = [("versions", versions), ("platform", report["platform"])]
     openmp = "OpenMP" if cpu["openmp"] else "no OpenMP"
-    threads = f"{cpu['threads']} threads ({openmp}, OMP_NUM_THREADS {cpu['omp_num_threads'] or 'not set'})"
-    lines.append(("processor", f"{cpu['name']}, {cpu['cores']} cores, {threads}"))
+    threads = f"{counted(cpu['threads'], 'thread')} ({openmp}, OMP_NUM_THREADS {cpu['omp_num_threads'] or 'not set'})"
+    lines.append(("processor", f"{cpu['name']}, {counted(cpu['cores'], 'core')}, {threads}"))
     if build:
         lines += [
             ("backend", f"{build['backend']}, compiler {build['compiler']}"),
