@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -20,22 +19,25 @@ DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
 def test_every_python_block_of_the_readme_runs_in_turn(smollm2: Any, monkeypatch, tmp_path, capsys) -> None:
     blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     assert len(blocks) == 4
-    from kvspeed import data
     from kvspeed import smollm2 as loader
 
-    # The same documents, each cut to its first words: the blocks are run for what they do, not for how long it takes.
-    short = [dataclasses.replace(one, text=" ".join(one.text.split()[:45])) for one in data.documents()]
-    monkeypatch.setattr(data, "documents", lambda: short)
     monkeypatch.setattr(loader, "load_smollm2", lambda: smollm2)
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
+    printed = []
     for number, block in enumerate(blocks):
         exec(compile(block, f"README.md, Python block {number + 1}", "exec"), names)
-    assert kvspeed.Packet.load("document.safetensors").text == short[0].text + "\n\n"
-    assert "sinensis" in names["answer"]
+        printed.append(capsys.readouterr().out)
+    speed, packets, both, _ = printed
+    assert "sinensis" in speed
+    for block, out in ((blocks[0], speed), (blocks[1], packets), (blocks[2], both)):
+        promised = re.findall(r"^# (.*?)(?: \.\.\.)?$", block, flags=re.MULTILINE)
+        assert len(promised) == 1 and promised[0] in out, (promised, out)
+    assert "Peter Holm" in packets and "Peter Holm" in both
+    assert kvspeed.Packet.load("bakery.safetensors").text == names["texts"][0]
     assert names["packets"][0].depth == 24
     assert names["out"].shape == (1, 8, 1, 64) and bool(names["out"].isfinite().all())
-    assert "FAILED" not in capsys.readouterr().out  # of verify's report
+    assert "FAILED" not in both  # of verify's report
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
