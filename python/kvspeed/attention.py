@@ -20,6 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from kvspeed import ops
 from kvspeed.plan import DeepPlan, Plan
+from kvspeed.rope import RopeSpec
 from kvspeed.segment import Segment
 
 __all__ = ["NAME", "register"]
@@ -60,7 +61,10 @@ def attention_forward(
             return out.transpose(1, 2).contiguous(), None
         segments = plan.cache.layer(index).segments if plan.cache is not None else None
         few = query.shape[2] <= _MAX_KERNEL_QUERIES and (plan.past > 0 or query.shape[2] == 1)
-        if plan.cache is not None and (segments or (few and plan.kernels and _covered(query))):
+        kernel = plan.kernels and _covered(query, key, value)
+        if segments and not kernel:
+            key, value = _materialised(plan, module._kvspeed.rope, index, key, value)  # type: ignore[union-attr, arg-type]
+        elif plan.cache is not None and kernel and (segments or few):
             inv_freq = module._kvspeed.inv_freq(index) if segments else None  # type: ignore[union-attr, operator]
             out = _segments(plan, index, query, key, value, inv_freq, scale, softcap, window)
             return out.transpose(1, 2).contiguous(), None
@@ -68,15 +72,15 @@ def attention_forward(
     return own(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
 
 
-def _covered(query: torch.Tensor) -> bool:
-    """Whether the kernels take such a query."""
+def _covered(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether the kernels take such tensors."""
     size = query.shape[-1]
     return (
         query.device.type == "cpu"
         and query.dtype in _DTYPES
         and size % 8 == 0
         and size <= 256
-        and not (query.requires_grad and torch.is_grad_enabled())
+        and not (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
     )
 
 
@@ -122,6 +126,34 @@ def _segments(
     return torch.cat(rows)
 
 
+def _materialised(
+    plan: Plan, rope: RopeSpec, index: int, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The layer's segments, moved to their positions, and its tail as one `[B, H_kv, T, D]`: what the model's own
+    attention takes where a mask is more than left padding, weights are wanted, or the kernels have no such shape."""
+    assert plan.cache is not None
+    layer = plan.cache.layer(index)
+    shared = [(s.key, s.value, s.offset) for s in layer.segments if s.key.ndim == 3 and s.first is None]
+    if len(shared) < len(layer.segments) or sum(k.shape[1] for k, _, _ in shared) != layer.prefix:
+        raise ValueError(
+            "packets with removed tokens are read by the kernels alone, which take a 2-D attention_mask of left "
+            "padding and give no weights; leave output_attentions out and pad on the left"
+        )
+    shape = (1, key.shape[1], layer.prefix, key.shape[3])
+    keys, values = key.new_empty(shape), value.new_empty(shape)
+    ops.rope_concat(
+        [k[None] for k, _, _ in shared],
+        [v[None] for _, v, _ in shared],
+        [offset for _, _, offset in shared],
+        rope.layer(index),
+        keys,
+        values,
+        interleaved=rope.interleaved,
+    )
+    rows = key.shape[0]
+    return torch.cat([keys.expand(rows, -1, -1, -1), key], 2), torch.cat([values.expand(rows, -1, -1, -1), value], 2)
+
+
 def _one_row(segment: Segment, row: int) -> Segment:
     if segment.key.ndim == 3:
         return segment
@@ -145,7 +177,7 @@ def _deep(
     if query.shape[2] == 0:
         return query
     mask = deep.mask(window)
-    if mask is None and kernels and _covered(query):
+    if mask is None and kernels and _covered(query, key, value):
         return ops.segment_attention(  # type: ignore[return-value]
             query, [], key, value, inv_freq=None, scale=scale, softcap=softcap
         )

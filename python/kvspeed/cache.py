@@ -110,7 +110,8 @@ class KVCache(DynamicCache):
             if index < self.depth:
                 layer.reserve(positions - layer.prefix)
             elif self.spec is not None:
-                layer.reserve(layer.length + self.spec.anchor_tokens + 1 + (positions if answers is None else answers))
+                anchors = min(self.spec.anchor_tokens, positions)
+                layer.reserve(layer.length + anchors + 1 + (positions if answers is None else answers))
 
     # ---- turns -----------------------------------------------------------------------------------------------------
 
@@ -151,6 +152,18 @@ class KVCache(DynamicCache):
                 self.plan.deep.remember(self)
         self.plan = None
 
+    def snapshot(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """What `restore` needs to undo turns, appended tokens and changes of the batch; nothing is copied but lists."""
+        own = {**self.__dict__, "deep_slots": list(self.deep_slots)}
+        return own, [dict(layer.__dict__) for layer in self._layers()]
+
+    def restore(self, snapshot: tuple[dict[str, Any], list[dict[str, Any]]]) -> None:
+        """Go back to a `snapshot`."""
+        own, layers = snapshot
+        for layer, fields in zip(self._layers(), layers, strict=True):
+            layer.__dict__.update(fields)
+        self.__dict__.update(own)
+
     # ---- transformers' Cache interface -----------------------------------------------------------------------------
 
     def update(
@@ -184,7 +197,7 @@ class KVCache(DynamicCache):
         target = seen + max_length if max_length <= 0 else max_length
         if target >= seen:
             return
-        if target <= 0:
+        if target <= 0 and self._layers()[0].prefix == 0:
             self.reset()
             return
         for layer in self._layers()[: self.depth]:

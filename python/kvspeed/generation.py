@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,6 +43,11 @@ def generate(self: Any, inputs: torch.Tensor | None = None, *args: Any, **kwargs
     use_cache = kwargs.get("use_cache", getattr(config, "use_cache", True)) is not False
     if spec is not None:
         _check_kind(spec, "cache_implementation" in kwargs, kind, given)
+    if kwargs.get("assistant_early_exit", getattr(config, "assistant_early_exit", None)) is not None:
+        raise ValueError(
+            "assistant_early_exit drafts with the first layers of this same model, which a patched model does not "
+            "support; give an assistant_model or prompt_lookup_num_tokens instead, or unpatch the model"
+        )
     call = type(self).generate
     if spec is None and (_foreign(given) or (given is None and (kind not in (*_DYNAMIC, "hybrid") or not use_cache))):
         return call(self, inputs, *args, **kwargs)
@@ -52,23 +58,24 @@ def generate(self: Any, inputs: torch.Tensor | None = None, *args: Any, **kwargs
             return call(self, inputs, *args, **kwargs)
         finally:
             PROMPT_END.reset(token)
-    cache = _cache(self, state, given)
-    if prompt_end is not None:
-        cache.begin_turn(prompt_end)
-        new = _new_tokens(kwargs, config, prompt_end)
-        cache.reserve(prompt_end + new, new)
-    expand = max(_option(kwargs, config, "num_beams", 1), _option(kwargs, config, "num_return_sequences", 1)) * rows
-    if cache.has_tail and cache.max_batch_size == 1 and expand > 1:
-        cache.batch_repeat_interleave(expand)
-    kwargs[names[0] if names else state.cache_name] = cache
-    kwargs.pop("cache_implementation", None)
-    if kind is not None:
-        kwargs["cache_implementation"] = None  # transformers refuses a kind beside a cache
+    undo = _undo(given)
     try:
+        cache = _cache(self, state, given)
+        if prompt_end is not None:
+            cache.begin_turn(prompt_end)
+            new = _new_tokens(kwargs, config, prompt_end)
+            cache.reserve(prompt_end + new, new)
+        sequences = max(_option(kwargs, config, "num_beams", 1), _option(kwargs, config, "num_return_sequences", 1))
+        if cache.has_tail and cache.max_batch_size == 1 and sequences * rows > 1:
+            cache.batch_repeat_interleave(sequences * rows)
+        kwargs[names[0] if names else state.cache_name] = cache
+        kwargs["use_cache"] = True  # a cache that is given is used, whatever a config kept from training says
+        kwargs.pop("cache_implementation", None)
+        if kind is not None:
+            kwargs["cache_implementation"] = None  # transformers refuses a kind beside a cache
         return call(self, inputs, *args, **kwargs)
     except BaseException:
-        if cache.plan is not None:  # an interrupt, after which torch runs no hooks
-            cache.end_forward(completed=False)
+        undo()
         raise
 
 
@@ -110,6 +117,23 @@ def _cache(model: Any, state: Any, given: Any) -> KVCache:
     given.__dict__.clear()
     KVCache.__init__(given, config, spec=state.spec)
     return given
+
+
+def _undo(given: Any) -> Callable[[], None]:
+    """What puts the caller's cache back as it was, where `generate` fails or is interrupted."""
+    if isinstance(given, KVCache):
+        snapshot = given.snapshot()
+        return lambda: given.restore(snapshot)
+    if given is None:
+        return lambda: None
+    kind, fields = type(given), dict(given.__dict__)
+
+    def undo() -> None:
+        given.__class__ = kind
+        given.__dict__.clear()
+        given.__dict__.update(fields)
+
+    return undo
 
 
 def _foreign(cache: Any) -> bool:

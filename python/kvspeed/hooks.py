@@ -109,7 +109,8 @@ def stack_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
             "(tokenizer.padding_side = 'left') and give a 2-D mask [batch, tokens]"
         )
     if state.spec is not None:
-        _check_places(past, tokens.shape[1], padding, kwargs.get("attention_mask"), kwargs.get("position_ids"))
+        prefix = cache.assembled if cache is not None else 0
+        _check_places(past, prefix, tokens.shape[1], padding, kwargs.get("attention_mask"), kwargs.get("position_ids"))
     wants_weights = kwargs.get("output_attentions") or getattr(module.config, "output_attentions", False)
     plan = Plan(cache=cache, past=past, padding=padding, plain_mask=plain, kernels=plain and not wants_weights)
     if state.spec is not None and prompt_end is not None:
@@ -161,7 +162,8 @@ def _padding(cache: KVCache | None, mask: Any, tokens: int) -> tuple[torch.Tenso
         return known, True
     if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
         return known, False
-    if cache is not None and cache.get_seq_length() > cache.assembled and tokens == 1:
+    answering = cache is not None and cache.prompt_end is not None and cache.get_seq_length() >= cache.prompt_end
+    if cache is not None and answering and tokens == 1:
         return known, cache.plain_mask  # a decode step adds a column of ones: what the prompt's forward found holds
     prefix = cache.assembled if cache is not None else 0
     hidden = (mask[:, prefix:] == 0).cpu()
@@ -179,7 +181,12 @@ def _restarts(position_ids: torch.Tensor, mask: torch.Tensor | None) -> bool:
 
 
 def _check_places(
-    past: int, tokens: int, padding: torch.Tensor | None, mask: torch.Tensor | None, position_ids: torch.Tensor | None
+    past: int,
+    prefix: int,
+    tokens: int,
+    padding: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
 ) -> None:
     """Refuse a call whose mask or positions say that its tokens do not follow those in the cache."""
     if mask is not None and mask.shape[1] != past + tokens:
@@ -191,7 +198,7 @@ def _check_places(
         return
     last = position_ids[:, -1].cpu()
     wanted = past + tokens - 1 - (padding if padding is not None else torch.zeros_like(last))
-    if bool(((last != wanted) & (wanted >= 0)).any()):  # a row may still be nothing but padding
+    if bool(((last != wanted) & (wanted >= prefix)).any()):  # a row may still be nothing but padding
         raise ValueError(
             f"position_ids end at {last.tolist()}, while the tokens end at {wanted.tolist()} ({past} in the cache, "
             f"{tokens} in this call, less left padding); SPEED needs absolute positions. The chunked prefill of "

@@ -8,6 +8,7 @@ right cache. `unpatch_model` takes all of it away again.
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -23,6 +24,9 @@ from kvspeed.rope import RopeSpec, float32_rope_buffers, rope_buffers
 from kvspeed.rule import SpeedSpec
 
 __all__ = ["PatchState", "patch_model", "patched", "state_of", "unpatch_model"]
+
+
+_LOCK = threading.RLock()
 
 
 class PatchState:
@@ -42,6 +46,9 @@ class PatchState:
         self.layers = len(base.layers)  # type: ignore[arg-type]
         self.handles: list[Any] = []
         self.rounded: torch.dtype | None = None  # to which a cast rounded the rotary frequencies, before the repair
+        self.temporary = False  # installed by `patched`, to be taken off by the last that holds it
+        self.holders: list[int] = []  # threads of the blocks of `patched` that run now
+        self.before: PatchState | None = None  # what `patched` replaced
         self._base = base
         self._frequencies = rope_buffers(base)
         self._rope: RopeSpec | None = None
@@ -141,6 +148,7 @@ def unpatch_model(model: nn.Module) -> nn.Module:
     base: Any = base_model(model)
     for handle in state.handles:
         handle.remove()
+    state.handles.clear()
     if isinstance(base.layers, hooks.DepthList):
         base.layers.__class__ = nn.ModuleList  # type: ignore[assignment]
     for module in attention_modules(model):
@@ -162,23 +170,36 @@ def state_of(model: nn.Module) -> PatchState | None:
 def patched(model: nn.Module, spec: SpeedSpec | None = None, *, force: bool = False) -> Iterator[PatchState]:
     """`model` patched inside the block, and as before after it.
 
-    A model that is patched already stays as it is, unless `force` asks for exactly `spec`.
+    A model that is patched already stays as it is, unless `force` asks for exactly `spec`. Threads may hold a model
+    patched at once as long as they ask for the same; one that needs another patch meanwhile is refused.
+
+    Raises:
+        RuntimeError: another thread holds the model patched otherwise.
     """
-    before = state_of(model)
-    if before is not None and (not force or before.spec == spec):
-        yield before
-        return
-    if before is None:
-        architecture(model)
-    unpatch_model(model)
-    state = PatchState(model, spec)
+    with _LOCK:
+        state, before = state_of(model), None
+        if state is None or (force and state.spec != spec):
+            if state is not None and any(thread != threading.get_ident() for thread in state.holders):
+                raise RuntimeError(
+                    f"the model is in use by another thread with {_describe(state.spec)}, and this call needs "
+                    f"{_describe(spec)}; do one after the other"
+                )
+            before = state
+            architecture(model)
+            unpatch_model(model)
+            state = PatchState(model, spec)
+            state.temporary, state.before = True, before
+            _install(model, state)
+        state.holders.append(threading.get_ident())
     try:
-        _install(model, state)
         yield state
     finally:
-        unpatch_model(model)
-        if before is not None:
-            _install(model, PatchState(model, before.spec))
+        with _LOCK:
+            state.holders.remove(threading.get_ident())
+            if state.temporary and not state.holders and state_of(model) is state:
+                unpatch_model(model)
+                if state.before is not None:
+                    _install(model, state.before)
 
 
 def _spec(

@@ -217,7 +217,7 @@ def _questions(question: Any) -> list[str]:
 
 def _refuse_own(kwargs: dict[str, Any]) -> None:
     own = ("inputs", "input_ids", "inputs_embeds", "attention_mask", "past_key_values", "cache", "cache_implementation")
-    for name in own:
+    for name in (*own, "use_cache"):
         if name in kwargs:
             raise TypeError(
                 f"{name}: is made from question and packets here; to set it, call assemble and model.generate"

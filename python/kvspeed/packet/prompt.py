@@ -58,6 +58,8 @@ def prompt_ids(
     """
     if not isinstance(question, str):
         raise TypeError(f"question: expected a string, got {type(question).__name__}")
+    if not isinstance(separator, str):
+        raise TypeError(f"separator: expected a string, got {type(separator).__name__}")
     if not question.strip():
         raise ValueError("question: is empty; ask something")
     if preamble is False:
@@ -116,6 +118,12 @@ def encode(tokenizer: Any, text: str, name: str) -> tuple[int, ...]:
     """
     if not callable(tokenizer):
         raise TypeError(f"tokenizer: expected a transformers tokenizer, got {type(tokenizer).__name__}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name}: holds half of a surrogate pair at {error.start}, which is no text; remove it"
+        ) from None
     # verbose=False: a document longer than the model is refused in words, not warned about
     encoded = tokenizer(text, add_special_tokens=False, verbose=False)
     try:

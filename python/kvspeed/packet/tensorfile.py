@@ -109,6 +109,8 @@ def read_tensor_file(
         raise TensorFileError(f"{path} is a folder, not a {format} file")
     if not path.exists():
         raise FileNotFoundError(f"there is no file {path}")
+    if not path.is_file():  # a pipe or a device, which opening could wait for
+        raise TensorFileError(f"{path} is no regular file, and so no {format} file")
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             metadata = file.metadata() or {}

@@ -11,7 +11,7 @@ from torch import nn
 from kvspeed import ops
 from kvspeed.cache import KVCache
 from kvspeed.models import base_model
-from kvspeed.patch import patched
+from kvspeed.patch import patched, state_of
 from kvspeed.rule import SpeedSpec
 
 __all__ = ["PromptKV", "prompt_kv"]
@@ -66,6 +66,10 @@ def prompt_kv(
     base: Any = base_model(model)
     tokens, layers = given[0].shape[1], len(base.layers)
     spec = SpeedSpec(k, anchor_tokens) if k is not None and k < layers else None
+    present = state_of(model)
+    if spec is not None and present is not None and present.spec is not None:
+        same = (present.spec.k, present.spec.anchor_tokens) == (spec.k, spec.anchor_tokens)
+        spec = present.spec if same else spec  # the rest of the rule says nothing about a prompt
     with patched(model, spec, force=True) as state:
         config: Any = state.config
         cache = KVCache(config, capacity=tokens, spec=spec)
