@@ -49,7 +49,9 @@ def test_links_lead_to_files(path: Path) -> None:
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_files_that_are_named_exist(path: Path) -> None:
-    named = re.findall(r"\b(?:csrc|python|tests|bench|docs|examples|\.ci)/[\w/.*-]*[\w*]", path.read_text(encoding="utf-8"))
+    named = re.findall(
+        r"\b(?:csrc|python|tests|bench|docs|examples|\.ci)/[\w/.*-]*[\w*]", path.read_text(encoding="utf-8")
+    )
     for name in named:
         assert any(ROOT.glob(name)), f"{path.name} names {name}"
 
