@@ -95,6 +95,21 @@ def test_unknown_instruction_set_dtype_and_thread_count_are_refused() -> None:
         _C.merge_states(*arguments[:-1], 0, 0)  # no threads
 
 
+@pytest.mark.parametrize("page", [3, -1, 2**31 - 1])
+def test_compiled_code_itself_checks_pages_before_it_writes(page: int) -> None:
+    """kvspeed.ops checks them too, so only a direct call can show that an embedder of the C API is safe."""
+    pages, size, heads, dim = 3, 4, 2, 8
+    out = torch.full((pages + 1, size, heads, dim), 7.0)  # one page more than the call is told of
+    packet, table = torch.randn(heads, 2 * size, dim), torch.tensor([1, page], dtype=torch.int32)
+    strides = (heads * 2 * size * dim, 2 * size * dim, dim)
+    packets = [(packet.data_ptr(), packet.data_ptr(), *strides, *strides, 2 * size, 0)]
+    out_stride = (0, size * heads * dim, dim, heads * dim)
+    where = (out.data_ptr(), out.data_ptr(), out_stride, out_stride, 0, 2 * size, table.data_ptr(), 2, size, pages)
+    with pytest.raises(RuntimeError, match="pages"):
+        _C.rope_concat(0, 1, heads, dim, 0, False, packets, 0, 0, *where, 1, 0)
+    assert (out == 7).all()
+
+
 # ------------------------------------------------------------------------------------------- the instruction sets ----
 
 
