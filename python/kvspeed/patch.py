@@ -49,6 +49,7 @@ class PatchState:
         self.temporary = False  # installed by `patched`, to be taken off by the last that holds it
         self.holders: list[int] = []  # threads of the blocks of `patched` that run now
         self.before: PatchState | None = None  # what `patched` replaced
+        self._weights: torch.dtype | None = None  # dtype of the model then
         self._base = base
         self._frequencies = rope_buffers(base)
         self._rope: RopeSpec | None = None
@@ -66,11 +67,12 @@ class PatchState:
             return
         for module, name, exact in float32_rope_buffers(self._base):
             self.rounded = getattr(module, name).dtype
+            self._weights = next(self._base.parameters()).dtype
             setattr(module, name, exact)
 
     def restore_frequencies(self) -> None:
-        """Round them again, if the model is still of the dtype that it was cast to."""
-        if self.rounded is None or next(self._base.parameters()).dtype != self.rounded:
+        """Round them again, unless the model was cast once more since."""
+        if self.rounded is None or next(self._base.parameters()).dtype != self._weights:
             return
         for module, name in self._frequencies:
             setattr(module, name, getattr(module, name).to(self.rounded))
