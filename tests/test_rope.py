@@ -56,8 +56,10 @@ def moves(model: torch.nn.Module, offset: int, tolerance: float) -> None:
         found = turned(here, spec.layer(layer), offset, spec.interleaved)
         error = (found - there).abs().max() / there.abs().max()
         assert error < tolerance, f"layer {layer}: off by {error:.2g}"
+        # Above the first layer they depend on attention, and so on the rounding of the model's own angles.
         still = (here - there)[..., spec.rotary_dim :].abs()
-        assert not still.numel() or (still.max() < 1e-3 if layer else not still.any()), "unrotated dimensions moved"
+        allowed = tolerance * there.abs().max() if layer else 0.0
+        assert not still.numel() or still.max() <= allowed, f"layer {layer}: unrotated dimensions moved"
 
 
 @pytest.mark.parametrize("offset", [1, 7, 1000, 65535])
