@@ -172,10 +172,10 @@ def test_packet_for_another_depth_than_the_patched_one(tokenizer):
     assert (whole.k, shallow.k, again.k, patched_depth.k) == (None, 4, 4, 2)
     assert (shallow.depth, shallow.anchor_keys.shape[0]) == (4, 2)
     for packet in (shallow, again, patched_depth):
-        torch.testing.assert_close(packet.keys, whole.keys[: packet.k], atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(packet.values, whole.values[: packet.k], atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(packet.anchor_keys[:, :, 0], whole.keys[packet.k :, :, 0], atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(packet.anchor_values[:, :, 0], whole.values[packet.k :, :, 0], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(packet.keys, whole.keys[: packet.k], atol=5e-5, rtol=1e-5)
+        torch.testing.assert_close(packet.values, whole.values[: packet.k], atol=5e-5, rtol=1e-5)
+        torch.testing.assert_close(packet.anchor_keys[:, :, 0], whole.keys[packet.k :, :, 0], atol=5e-5, rtol=1e-5)
+        torch.testing.assert_close(packet.anchor_values[:, :, 0], whole.values[packet.k :, :, 0], atol=5e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("mode", ["view", "copy"])
@@ -329,6 +329,6 @@ def test_rounded_frequencies_are_not_used(tokenizer):
     with pytest.raises(ValueError, match="rounded by a cast"):
         assemble([packet], model=model, mode="copy")
     clean = build_packet(tiny_model("llama", layers=2), tokenizer, random_text(5, 1))
-    torch.testing.assert_close(packet.keys, clean.keys, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(packet.keys, clean.keys, atol=5e-5, rtol=1e-5)
     patch_model(model)
     check(model, [None, packet, packet], None, "copy")

@@ -39,8 +39,8 @@ def test_kv_is_that_of_the_text_alone(tokenizer):
         model = tiny_model(name, layers=3)
         packet = build_packet(model, tokenizer, random_text(11, 1))
         keys, values = plain_kv(model, input_ids=torch.tensor([packet.token_ids]))
-        torch.testing.assert_close(packet.keys, keys, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(packet.values, values, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(packet.keys, keys, atol=5e-5, rtol=1e-5)
+        torch.testing.assert_close(packet.values, values, atol=5e-5, rtol=1e-5)
 
 
 def test_soft_tokens_are_around_the_text(model, tokenizer):
@@ -49,8 +49,8 @@ def test_soft_tokens_are_around_the_text(model, tokenizer):
     embeds = model.get_input_embeddings()(torch.tensor([packet.token_ids]))
     wrapped = torch.cat((adapter.header[None], embeds, adapter.trailer[None]), 1)
     keys, values = plain_kv(model, inputs_embeds=wrapped)
-    torch.testing.assert_close(packet.keys, keys, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(packet.values, values, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(packet.keys, keys, atol=5e-5, rtol=1e-5)
+    torch.testing.assert_close(packet.values, values, atol=5e-5, rtol=1e-5)
     assert (packet.header, packet.trailer, packet.length) == (3, 2, 9)
     assert packet.adapter_fingerprint == adapter.fingerprint()
 
@@ -110,7 +110,7 @@ def test_peft_wrapped_models(tokenizer):
     text = random_text(7, 1)
     packet = build_packet(wrapped, tokenizer, text)
     keys, _ = plain_kv(wrapped.get_base_model(), input_ids=torch.tensor([packet.token_ids]))
-    torch.testing.assert_close(packet.keys, keys, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(packet.keys, keys, atol=5e-5, rtol=1e-5)
     with wrapped.disable_adapter():
         bare = build_packet(wrapped, tokenizer, text)
     assert bare.model_fingerprint == model_fingerprint(tiny_model("llama", layers=3)) != packet.model_fingerprint

