@@ -58,14 +58,17 @@ void check(kvspeed_status status, const char* name) {
   }
 }
 
-kvspeed_execution execution(int num_threads, int isa, size_t workspace_bytes) {
+kvspeed_execution execution(int num_threads, int isa) {
   kvspeed_execution e = {};
   e.device = KVSPEED_CPU;
   e.isa = static_cast<kvspeed_isa>(isa);
   e.num_threads = num_threads;
-  e.workspace = workspace_bytes > 0 ? scratch.at_least(workspace_bytes) : nullptr;
-  e.workspace_bytes = workspace_bytes;
   return e;
+}
+
+void give_scratch(kvspeed_execution& e, size_t bytes) {
+  e.workspace = bytes > 0 ? scratch.at_least(bytes) : nullptr;
+  e.workspace_bytes = bytes;
 }
 
 int64_t number(const py::tuple& t, size_t i) { return t[i].cast<int64_t>(); }
@@ -132,8 +135,9 @@ void rope_concat(int dtype, int64_t layers, int64_t heads, int64_t head_dim, int
   g.pages = pages;
   py::gil_scoped_release release;
   size_t bytes = 0;
-  check(kvspeed_rope_concat_workspace(&g, num_threads, &bytes), "rope_concat");
-  const kvspeed_execution e = execution(num_threads, isa, bytes);
+  kvspeed_execution e = execution(num_threads, isa);
+  check(kvspeed_rope_concat_workspace(&g, &e, &bytes), "rope_concat");
+  give_scratch(e, bytes);
   check(kvspeed_rope_concat(&g, &e), "rope_concat");
 }
 
@@ -170,8 +174,9 @@ void segment_attention(int dtype, int64_t batch, int64_t heads, int64_t heads_kv
   g.split_tokens = split_tokens;
   py::gil_scoped_release release;
   size_t bytes = 0;
-  check(kvspeed_segment_attention_workspace(&g, num_threads, &bytes), "segment_attention");
-  const kvspeed_execution e = execution(num_threads, isa, bytes);
+  kvspeed_execution e = execution(num_threads, isa);
+  check(kvspeed_segment_attention_workspace(&g, &e, &bytes), "segment_attention");
+  give_scratch(e, bytes);
   check(kvspeed_segment_attention(&g, &e), "segment_attention");
 }
 
@@ -198,7 +203,7 @@ void merge_states(int dtype_a, int dtype_b, int64_t batch, int64_t heads, int64_
   assign(g.out_stride, out_stride);
   g.lse = pointer<float>(lse);
   py::gil_scoped_release release;
-  const kvspeed_execution e = execution(num_threads, isa, 0);
+  const kvspeed_execution e = execution(num_threads, isa);
   check(kvspeed_merge_states(&g, &e), "merge_states");
 }
 

@@ -5,18 +5,25 @@
 
 #include "core/isa.h"
 #include "core/plan.h"
+#include "core/rope_table.h"
 #include "core/validate.h"
+#if KVSPEED_HAVE_CUDA
+#include "cuda/kernels.h"
+#endif
 
 using namespace kvspeed;
 
 namespace {
 
-// Where a call runs: the kernels, or the reason why there are none.
-kvspeed_status choose_kernels(const kvspeed_execution* execution, const CpuKernels** kernels) {
-  if (execution == nullptr || execution->num_threads < 1) return KVSPEED_INVALID_ARGUMENT;
-  if (execution->device != KVSPEED_CPU) return KVSPEED_UNSUPPORTED;  // no CUDA kernels in this build
-  *kernels = cpu_kernels(execution->isa);
-  return *kernels == nullptr ? KVSPEED_UNSUPPORTED : KVSPEED_OK;
+kvspeed_status check_execution(const kvspeed_execution* execution) {
+  if (execution == nullptr) return KVSPEED_INVALID_ARGUMENT;
+  if (execution->device == KVSPEED_CUDA) {
+    if (execution->device_index < 0) return KVSPEED_INVALID_ARGUMENT;
+    return kvspeed_cuda_built() ? KVSPEED_OK : KVSPEED_UNSUPPORTED;
+  }
+  if (execution->device != KVSPEED_CPU) return KVSPEED_UNSUPPORTED;
+  if (execution->num_threads < 1) return KVSPEED_INVALID_ARGUMENT;
+  return cpu_kernels(execution->isa) == nullptr ? KVSPEED_UNSUPPORTED : KVSPEED_OK;
 }
 
 kvspeed_status check_workspace(const kvspeed_execution& execution, size_t bytes) {
@@ -40,56 +47,110 @@ kvspeed_status prepare(const Args& args, const kvspeed_execution& execution, Lay
 }
 
 template <class Layout, class Args>
-kvspeed_status measure(const Args* args, int num_threads, size_t* bytes) {
-  kvspeed_status status = validate(args);
-  if (status != KVSPEED_OK) return status;
-  if (bytes == nullptr || num_threads < 1) return KVSPEED_INVALID_ARGUMENT;
+size_t measure(const Args& args, int num_threads) {
   Workspace workspace(nullptr);
   Layout layout;
-  layout.lay_out(*args, num_threads, workspace);
-  *bytes = workspace.used();
-  return KVSPEED_OK;
+  layout.lay_out(args, num_threads, workspace);
+  return workspace.used();
 }
 
 }  // namespace
 
-kvspeed_status kvspeed_rope_concat_workspace(const kvspeed_rope_concat_args* args, int32_t num_threads, size_t* bytes) {
-  return measure<RopeConcatLayout>(args, num_threads, bytes);
+kvspeed_status kvspeed_rope_concat_workspace(const kvspeed_rope_concat_args* args, const kvspeed_execution* execution,
+                                             size_t* bytes) {
+  kvspeed_status status = check_execution(execution);
+  if (status == KVSPEED_OK) status = validate(args, execution->device);
+  if (status == KVSPEED_OK && bytes == nullptr) status = KVSPEED_INVALID_ARGUMENT;
+  if (status != KVSPEED_OK) return status;
+#if KVSPEED_HAVE_CUDA
+  if (execution->device == KVSPEED_CUDA) {
+    *bytes = cuda::rope_concat_workspace(*args);
+    return KVSPEED_OK;
+  }
+#endif
+  *bytes = measure<RopeConcatLayout>(*args, execution->num_threads);
+  return KVSPEED_OK;
 }
 
 kvspeed_status kvspeed_rope_concat(const kvspeed_rope_concat_args* args, const kvspeed_execution* execution) {
-  kvspeed_status status = validate(args);
-  const CpuKernels* kernels = nullptr;
-  if (status == KVSPEED_OK) status = choose_kernels(execution, &kernels);
+  kvspeed_status status = check_execution(execution);
+  if (status == KVSPEED_OK) status = validate(args, execution->device);
+  if (status != KVSPEED_OK) return status;
+#if KVSPEED_HAVE_CUDA
+  if (execution->device == KVSPEED_CUDA) {
+    status = check_workspace(*execution, cuda::rope_concat_workspace(*args));
+    return status == KVSPEED_OK ? cuda::rope_concat(*args, *execution) : status;
+  }
+#endif
   RopeConcatLayout layout;
-  if (status == KVSPEED_OK) status = prepare(*args, *execution, layout);
-  if (status == KVSPEED_OK) kernels->rope_concat(layout.plan);
+  status = prepare(*args, *execution, layout);
+  if (status == KVSPEED_OK) cpu_kernels(execution->isa)->rope_concat(layout.plan);
   return status;
 }
 
-kvspeed_status kvspeed_segment_attention_workspace(const kvspeed_segment_attention_args* args, int32_t num_threads,
-                                                   size_t* bytes) {
-  return measure<AttentionLayout>(args, num_threads, bytes);
+kvspeed_status kvspeed_segment_attention_workspace(const kvspeed_segment_attention_args* args,
+                                                   const kvspeed_execution* execution, size_t* bytes) {
+  kvspeed_status status = check_execution(execution);
+  if (status == KVSPEED_OK) status = validate(args, execution->device);
+  if (status == KVSPEED_OK && bytes == nullptr) status = KVSPEED_INVALID_ARGUMENT;
+  if (status != KVSPEED_OK) return status;
+#if KVSPEED_HAVE_CUDA
+  if (execution->device == KVSPEED_CUDA) {
+    *bytes = cuda::segment_attention_workspace(*args, execution->device_index);
+    return KVSPEED_OK;
+  }
+#endif
+  *bytes = measure<AttentionLayout>(*args, execution->num_threads);
+  return KVSPEED_OK;
 }
 
 kvspeed_status kvspeed_segment_attention(const kvspeed_segment_attention_args* args,
                                          const kvspeed_execution* execution) {
-  kvspeed_status status = validate(args);
-  const CpuKernels* kernels = nullptr;
-  if (status == KVSPEED_OK) status = choose_kernels(execution, &kernels);
+  kvspeed_status status = check_execution(execution);
+  if (status == KVSPEED_OK) status = validate(args, execution->device);
+  if (status != KVSPEED_OK) return status;
+#if KVSPEED_HAVE_CUDA
+  if (execution->device == KVSPEED_CUDA) {
+    status = check_workspace(*execution, cuda::segment_attention_workspace(*args, execution->device_index));
+    return status == KVSPEED_OK ? cuda::segment_attention(*args, *execution) : status;
+  }
+#endif
   AttentionLayout layout;
-  if (status == KVSPEED_OK) status = prepare(*args, *execution, layout);
-  if (status == KVSPEED_OK) kernels->segment_attention(layout.plan);
+  status = prepare(*args, *execution, layout);
+  if (status == KVSPEED_OK) cpu_kernels(execution->isa)->segment_attention(layout.plan);
   return status;
 }
 
 kvspeed_status kvspeed_merge_states(const kvspeed_merge_states_args* args, const kvspeed_execution* execution) {
-  kvspeed_status status = validate(args);
-  const CpuKernels* kernels = nullptr;
-  if (status == KVSPEED_OK) status = choose_kernels(execution, &kernels);
-  if (status == KVSPEED_OK) kernels->merge_states(*args, execution->num_threads);
-  return status;
+  kvspeed_status status = check_execution(execution);
+  if (status == KVSPEED_OK) status = validate(args);
+  if (status != KVSPEED_OK) return status;
+#if KVSPEED_HAVE_CUDA
+  if (execution->device == KVSPEED_CUDA) return cuda::merge_states(*args, *execution);
+#endif
+  cpu_kernels(execution->isa)->merge_states(*args, execution->num_threads);
+  return KVSPEED_OK;
 }
+
+kvspeed_status kvspeed_rope_row(int64_t offset, const float* inv_freq, int64_t half, float* row) {
+  if (half < 0 || (half > 0 && (inv_freq == nullptr || row == nullptr))) return KVSPEED_INVALID_ARGUMENT;
+  fill_rope_row(offset, inv_freq, half, row, row + half);
+  return KVSPEED_OK;
+}
+
+#if !KVSPEED_HAVE_CUDA
+int kvspeed_cuda_built(void) { return 0; }
+int kvspeed_cuda_device_count(const char** message) {
+  if (message != nullptr) *message = "this build has no CUDA kernels";
+  return 0;
+}
+int kvspeed_cuda_device_supported(int32_t, int32_t* capability) {
+  if (capability != nullptr) *capability = 0;
+  return 0;
+}
+const char* kvspeed_cuda_archs(void) { return ""; }
+const char* kvspeed_cuda_last_error(void) { return ""; }
+#endif
 
 const char* kvspeed_status_string(kvspeed_status status) {
   switch (status) {

@@ -18,14 +18,14 @@ bool is_rotary(int64_t rotary_dim, int64_t head_dim) {
 }
 
 // Pages that are about to be written exist.
-kvspeed_status check_pages(const kvspeed_rope_concat_args& g, int64_t end) {
+kvspeed_status check_pages(const kvspeed_rope_concat_args& g, int64_t end, kvspeed_device device) {
   if (g.page_size <= 0 || !is_size(g.page_size) || !is_size(g.pages) || !is_size(g.page_table_length)) {
     return KVSPEED_INVALID_ARGUMENT;
   }
   int64_t room;
   if (__builtin_mul_overflow(g.page_table_length, g.page_size, &room)) return KVSPEED_INVALID_ARGUMENT;
   if (end > room) return KVSPEED_OUT_OF_RANGE;
-  if (end == g.start) return KVSPEED_OK;
+  if (end == g.start || device != KVSPEED_CPU) return KVSPEED_OK;
   for (int64_t page = g.start / g.page_size; page <= (end - 1) / g.page_size; ++page) {
     if (g.page_table[page] < 0 || g.page_table[page] >= g.pages) return KVSPEED_OUT_OF_RANGE;
   }
@@ -42,7 +42,7 @@ kvspeed_status check_segment(const kvspeed_segment& s, const kvspeed_segment_att
 
 }  // namespace
 
-kvspeed_status validate(const kvspeed_rope_concat_args* args) {
+kvspeed_status validate(const kvspeed_rope_concat_args* args, kvspeed_device device) {
   if (args == nullptr) return KVSPEED_INVALID_ARGUMENT;
   const kvspeed_rope_concat_args& g = *args;
   if (!is_dtype(g.dtype)) return KVSPEED_UNSUPPORTED;
@@ -68,12 +68,13 @@ kvspeed_status validate(const kvspeed_rope_concat_args* args) {
   if (turns && g.rotary_dim > 0 && g.inv_freq == nullptr) return KVSPEED_INVALID_ARGUMENT;
   if (end > g.capacity) return KVSPEED_OUT_OF_RANGE;
   if (!empty && end > g.start && (g.out_key == nullptr || g.out_value == nullptr)) return KVSPEED_INVALID_ARGUMENT;
-  return g.page_table != nullptr ? check_pages(g, end) : KVSPEED_OK;
+  return g.page_table != nullptr ? check_pages(g, end, device) : KVSPEED_OK;
 }
 
-kvspeed_status validate(const kvspeed_segment_attention_args* args) {
+kvspeed_status validate(const kvspeed_segment_attention_args* args, kvspeed_device device) {
   if (args == nullptr) return KVSPEED_INVALID_ARGUMENT;
   const kvspeed_segment_attention_args& g = *args;
+  if (device == KVSPEED_CPU && g.tail_tokens != nullptr) return KVSPEED_UNSUPPORTED;
   if (!is_dtype(g.dtype)) return KVSPEED_UNSUPPORTED;
   if (!is_size(g.batch) || !is_size(g.heads) || !is_size(g.heads_kv) || !is_size(g.query_tokens) ||
       !is_size(g.num_segments) || g.window < 0 || g.window > kMaxPosition || g.split_tokens < 0) {

@@ -77,8 +77,9 @@ void Attend(kvspeed_segment_attention_args& args, Workspace& workspace, std::vec
   out.assign(kHeads * kHeadDim, 0.0f);
   args.out = out.data();
   size_t bytes = 0;
-  Check(kvspeed_segment_attention_workspace(&args, kThreads, &bytes), "segment_attention_workspace");
-  const kvspeed_execution execution = workspace.Execution(bytes, kThreads);
+  kvspeed_execution execution = workspace.Execution(0, kThreads);
+  Check(kvspeed_segment_attention_workspace(&args, &execution, &bytes), "segment_attention_workspace");
+  execution = workspace.Execution(bytes, kThreads);
   Check(kvspeed_segment_attention(&args, &execution), "segment_attention");
 }
 
@@ -127,8 +128,9 @@ int main() {
   std::copy(out_strides, out_strides + 4, concat.out_value_stride);
   concat.capacity = kTotal;
   size_t bytes = 0;
-  Check(kvspeed_rope_concat_workspace(&concat, 2, &bytes), "rope_concat_workspace");
-  const kvspeed_execution execution = workspace.Execution(bytes, 2);
+  kvspeed_execution execution = workspace.Execution(0, 2);
+  Check(kvspeed_rope_concat_workspace(&concat, &execution, &bytes), "rope_concat_workspace");
+  execution = workspace.Execution(bytes, 2);
   Check(kvspeed_rope_concat(&concat, &execution), "rope_concat");
 
   // One query after both documents, rotated for its own position already; here, layer 1.

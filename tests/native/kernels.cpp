@@ -114,7 +114,8 @@ void check_rope_concat(kvspeed_isa isa, kvspeed_dtype dtype, int64_t dim, int64_
   const int64_t stride[4] = {heads * total * dim, 0, total * dim, dim};
   for (int j = 0; j < 4; ++j) g.out_key_stride[j] = g.out_value_stride[j] = stride[j];
   size_t bytes = 0;
-  kvspeed_status status = kvspeed_rope_concat_workspace(&g, 2, &bytes);
+  Execution unsized(isa, 0);
+  kvspeed_status status = kvspeed_rope_concat_workspace(&g, &unsized.e, &bytes);
   Execution execution(isa, bytes);
   if (status == KVSPEED_OK) status = kvspeed_rope_concat(&g, &execution.e);
   double error = 0;
@@ -164,7 +165,8 @@ void check_segment_attention(kvspeed_isa isa, kvspeed_dtype dtype, int64_t dim, 
   g.scale = 1 / std::sqrt(static_cast<float>(dim)), g.softcap = softcap, g.out = out.bytes.data(), g.lse = lse.data();
   g.split_tokens = 100;
   size_t bytes = 0;
-  kvspeed_status status = kvspeed_segment_attention_workspace(&g, 2, &bytes);
+  Execution unsized(isa, 0);
+  kvspeed_status status = kvspeed_segment_attention_workspace(&g, &unsized.e, &bytes);
   Execution execution(isa, bytes);
   if (status == KVSPEED_OK) status = kvspeed_segment_attention(&g, &execution.e);
   double error = 0;

@@ -14,6 +14,9 @@
 //   * Nothing here allocates, throws, prints, or reads an environment variable. Scratch memory comes from the caller:
 //     ask `*_workspace` for its size, pass it in `kvspeed_execution`.
 //   * Every argument is checked before the first write; a status other than KVSPEED_OK means nothing was written.
+//   * With KVSPEED_CUDA the pointers are device memory, but for the structs themselves and inv_freq, which the host
+//     reads. A call enqueues on `stream` and returns: no synchronisation, no host read of device memory, no host
+//     pointer kept. So it can be captured into a CUDA graph.
 //   * Two calls may run at once from two threads as long as they do not share a workspace or an output.
 //   * Zero-initialise a struct before filling it, so that fields added later keep their defaults.
 
@@ -44,6 +47,13 @@ typedef enum kvspeed_status {
 
 typedef enum kvspeed_dtype { KVSPEED_FLOAT32 = 0, KVSPEED_BFLOAT16 = 1, KVSPEED_FLOAT16 = 2 } kvspeed_dtype;
 
+// How a packet's numbers are stored. 8-bit ones stand for stored * scale, with one scale a layer and head.
+typedef enum kvspeed_storage {
+  KVSPEED_STORED_PLAIN = 0,  // in the call's dtype
+  KVSPEED_STORED_INT8 = 1,
+  KVSPEED_STORED_FLOAT8_E4M3FN = 2
+} kvspeed_storage;
+
 typedef enum kvspeed_device { KVSPEED_CPU = 0, KVSPEED_CUDA = 1 } kvspeed_device;
 
 // Instruction sets of the CPU kernels. AUTO takes the best that is built and that this processor runs.
@@ -58,10 +68,11 @@ typedef enum kvspeed_isa {
 // Where and with what a call runs. Separate from the arguments, so that those can be built once and run often.
 typedef struct kvspeed_execution {
   kvspeed_device device;
-  kvspeed_isa isa;      // CPU only
-  int32_t num_threads;  // CPU only, >= 1: OpenMP threads of this call
-  void* stream;         // CUDA only: a cudaStream_t
-  void* workspace;      // 64-byte aligned; may be NULL where the size asked for is 0
+  kvspeed_isa isa;       // CPU only
+  int32_t num_threads;   // CPU only, >= 1: OpenMP threads of this call
+  int32_t device_index;  // CUDA only: the device of the tensors, current or not
+  void* stream;          // CUDA only: a cudaStream_t of that device
+  void* workspace;       // 64-byte aligned, memory of the device; may be NULL where the size asked for is 0
   size_t workspace_bytes;
 } kvspeed_execution;
 
@@ -77,12 +88,17 @@ typedef struct kvspeed_packet {
   int64_t value_stride[3];  // layer, head, token
   int64_t tokens;           // >= 0
   int64_t offset;           // new position minus the position the keys were rotated for
+  // 8-bit packets only: float32 [layers, heads] by strides, each stored number times the scale of its layer and head.
+  const float* key_scale;
+  const float* value_scale;
+  int64_t key_scale_stride[2], value_scale_stride[2];
 } kvspeed_packet;
 
 // Output, contiguous:  [layers, heads, capacity, head_dim]; page_table is NULL.
 // Output, paged:       [layers, pages, page_size, heads, head_dim]; token t lies in page page_table[t / page_size].
 typedef struct kvspeed_rope_concat_args {
-  kvspeed_dtype dtype;
+  kvspeed_dtype dtype;      // of the output, and of plain packets
+  kvspeed_storage storage;  // of all packets of the call
   int64_t layers, heads, head_dim;
   int64_t rotary_dim;   // R, even, 0 <= R <= head_dim; dimensions from R on are copied bit for bit
   int32_t interleaved;  // 0: pairs (i, i + R/2), as in Llama; 1: pairs (2i, 2i + 1), as in GPT-J
@@ -100,12 +116,14 @@ typedef struct kvspeed_rope_concat_args {
   int64_t start;                // the first packet's first token is written at this token index
   int64_t capacity;             // tokens that the output holds; paged: page_table_length * page_size
 
-  const int32_t* page_table;  // [page_table_length] or NULL
+  // [page_table_length] or NULL. Entries that are used must be distinct; those outside [0, pages) are an error on the
+  // CPU, while on CUDA, where the host cannot look, their tokens are dropped.
+  const int32_t* page_table;
   int64_t page_table_length, page_size, pages;
 } kvspeed_rope_concat_args;
 
-KVSPEED_API kvspeed_status kvspeed_rope_concat_workspace(const kvspeed_rope_concat_args* args, int32_t num_threads,
-                                                         size_t* bytes);
+KVSPEED_API kvspeed_status kvspeed_rope_concat_workspace(const kvspeed_rope_concat_args* args,
+                                                         const kvspeed_execution* execution, size_t* bytes);
 KVSPEED_API kvspeed_status kvspeed_rope_concat(const kvspeed_rope_concat_args* args,
                                                const kvspeed_execution* execution);
 
@@ -123,6 +141,13 @@ typedef struct kvspeed_segment {
   int64_t offset;           // position it is used at minus the position its keys were rotated for
   int64_t start;            // the position token 0 was rotated for (matters to the window only)
   const int32_t* first;     // [batch] or NULL: tokens before it are padding in that row, and invisible
+  // CUDA only, optional: cos[R/2], then sin[R/2] of offset * inv_freq (see kvspeed_rope_row), memory of the device.
+  // With it nothing is computed on the host and no launch is spent on bringing it over; NULL: the call does both.
+  const float* rope;
+  // CUDA only, optional: token t of row b lies in page page_table[b * page_table_stride + t / page_size], and the first
+  // entry of key_stride and value_stride is the stride between pages. Tokens in pages outside [0, pages) are invisible.
+  const int32_t* page_table;
+  int64_t page_table_stride, page_size, pages;
 } kvspeed_segment;
 
 typedef struct kvspeed_segment_attention_args {
@@ -141,6 +166,9 @@ typedef struct kvspeed_segment_attention_args {
   // Causal, aligned bottom-right: query row i sees tail tokens up to tail.tokens - query_tokens + i. Its `offset` is 0.
   // Positions: tail token j is at tail.start + j, query row i at tail.start + tail.tokens - query_tokens + i.
   kvspeed_segment tail;
+  // CUDA only, optional: int32 [batch] in device memory, the tail's length in each row, at most tail.tokens. A captured
+  // CUDA graph so serves a tail that grows: tail.tokens is its capacity, the rest follows this number.
+  const int32_t* tail_tokens;
 
   float scale;         // scores are scale * (q . k), then softcap * tanh(score / softcap) where softcap > 0
   float softcap;       // 0: none
@@ -157,7 +185,7 @@ typedef struct kvspeed_segment_attention_args {
 } kvspeed_segment_attention_args;
 
 KVSPEED_API kvspeed_status kvspeed_segment_attention_workspace(const kvspeed_segment_attention_args* args,
-                                                               int32_t num_threads, size_t* bytes);
+                                                               const kvspeed_execution* execution, size_t* bytes);
 KVSPEED_API kvspeed_status kvspeed_segment_attention(const kvspeed_segment_attention_args* args,
                                                      const kvspeed_execution* execution);
 
@@ -183,6 +211,14 @@ KVSPEED_API kvspeed_status kvspeed_merge_states(const kvspeed_merge_states_args*
                                                 const kvspeed_execution* execution);
 
 // ------------------------------------------------------------------------------------------------------------------
+// Rotation rows
+// ------------------------------------------------------------------------------------------------------------------
+
+// cos[half], then sin[half] of offset * inv_freq, formed in float64: what kvspeed_segment.rope points to, once copied
+// to the device. Host memory in and out.
+KVSPEED_API kvspeed_status kvspeed_rope_row(int64_t offset, const float* inv_freq, int64_t half, float* row);
+
+// ------------------------------------------------------------------------------------------------------------------
 // What is built, and what this machine runs
 // ------------------------------------------------------------------------------------------------------------------
 
@@ -192,6 +228,16 @@ KVSPEED_API const char* kvspeed_isa_name(kvspeed_isa isa);
 KVSPEED_API int kvspeed_isa_available(kvspeed_isa isa);
 // What KVSPEED_ISA_AUTO stands for on this machine.
 KVSPEED_API kvspeed_isa kvspeed_isa_best(void);
+// 1 when CUDA kernels are in this build, whether or not a device is there.
+KVSPEED_API int kvspeed_cuda_built(void);
+// Devices that the driver shows; 0 and a reason in *message (static text) where there is no driver or it is too old.
+KVSPEED_API int kvspeed_cuda_device_count(const char** message);
+// 1 when the kernels in this build run on that device; *capability gets e.g. 90 for compute capability 9.0.
+KVSPEED_API int kvspeed_cuda_device_supported(int32_t device_index, int32_t* capability);
+// The architectures in this build, e.g. "80;86;89;90;100;120;80-ptx"; "" without CUDA.
+KVSPEED_API const char* kvspeed_cuda_archs(void);
+// Text of the runtime's last error that made a call of this thread return KVSPEED_DEVICE_ERROR.
+KVSPEED_API const char* kvspeed_cuda_last_error(void);
 // Ask the system to back [data, data + bytes) with huge pages; a hint, and harmless where it is not understood.
 KVSPEED_API void kvspeed_advise_huge_pages(void* data, size_t bytes);
 
