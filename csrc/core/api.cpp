@@ -139,9 +139,12 @@ kvspeed_status kvspeed_rope_row(int64_t offset, const float* inv_freq, int64_t h
 }
 
 #if !KVSPEED_HAVE_CUDA
+#ifndef KVSPEED_CUDA_WHY_NOT
+#define KVSPEED_CUDA_WHY_NOT "it was built without them"
+#endif
 int kvspeed_cuda_built(void) { return 0; }
 int kvspeed_cuda_device_count(const char** message) {
-  if (message != nullptr) *message = "this build has no CUDA kernels";
+  if (message != nullptr) *message = "this build has no CUDA kernels: " KVSPEED_CUDA_WHY_NOT;
   return 0;
 }
 int kvspeed_cuda_device_supported(int32_t, int32_t* capability) {

@@ -9,6 +9,8 @@
 #define KVSPEED_CUDA_ARCHS "simt"
 #else
 #include <cuda_runtime_api.h>
+
+#include "cuda_archs.h"  // KVSPEED_CUDA_ARCHS, written by CMake
 #endif
 
 namespace kvspeed::cuda {

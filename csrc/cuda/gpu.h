@@ -23,7 +23,7 @@
 #define KVS_DEVICE __device__ __forceinline__
 #define KVS_HOST_DEVICE __host__ __device__ __forceinline__
 // A kernel: KVS_KERNEL(threads, blocks per SM) void name(const __grid_constant__ Params p).
-#define KVS_KERNEL(threads, blocks) __global__ void __launch_bounds__(threads, blocks)
+#define KVS_KERNEL(threads, blocks) __global__ __launch_bounds__(threads, blocks)
 #define KVS_PARAM const __grid_constant__
 #define KVS_UNROLL _Pragma("unroll")
 // The block's dynamic shared memory, 128-byte aligned; a kernel declares it once and carves it up.
@@ -255,8 +255,10 @@ int launch(void (*kernel)(Params), Grid grid, int threads, int shared_bytes, Str
                                                    cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
     if (error != cudaSuccess) return static_cast<int>(error);
   }
-  kernel<<<dim3(grid.x, grid.y, grid.z), threads, shared_bytes, stream> > >(params);
-  return static_cast<int>(cudaGetLastError());
+  void* arguments[] = {const_cast<Params*>(&params)};
+  return static_cast<int>(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(grid.x, grid.y, grid.z),
+                                           dim3(static_cast<unsigned>(threads)), arguments,
+                                           static_cast<size_t>(shared_bytes), stream));
 }
 
 }  // namespace kvspeed::gpu
