@@ -1,12 +1,16 @@
 // Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
 //
 // kvspeed._C: registrations only. Tensors arrive as addresses and element strides, already checked by kvspeed.ops.
+//
+// Every op ends with `device`: None for the CPU, or (kind, index, stream, workspace, workspace bytes). It returns 0,
+// or, where that workspace is too small and so nothing was done, the bytes that it needs: one call finds out and runs.
 #include <kvspeed/kvspeed.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <array>
 #include <cstdlib>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -53,22 +57,10 @@ class Scratch {
 thread_local Scratch scratch;
 
 void check(kvspeed_status status, const char* name) {
-  if (status != KVSPEED_OK) {
-    throw std::runtime_error(std::string("kvspeed ") + name + ": " + kvspeed_status_string(status));
-  }
-}
-
-kvspeed_execution execution(int num_threads, int isa) {
-  kvspeed_execution e = {};
-  e.device = KVSPEED_CPU;
-  e.isa = static_cast<kvspeed_isa>(isa);
-  e.num_threads = num_threads;
-  return e;
-}
-
-void give_scratch(kvspeed_execution& e, size_t bytes) {
-  e.workspace = bytes > 0 ? scratch.at_least(bytes) : nullptr;
-  e.workspace_bytes = bytes;
+  if (status == KVSPEED_OK) return;
+  std::string text = std::string("kvspeed ") + name + ": " + kvspeed_status_string(status);
+  if (status == KVSPEED_DEVICE_ERROR) text += std::string(" (") + kvspeed_cuda_last_error() + ")";
+  throw std::runtime_error(text);
 }
 
 int64_t number(const py::tuple& t, size_t i) { return t[i].cast<int64_t>(); }
@@ -78,21 +70,68 @@ void check_size(const py::tuple& t, size_t size, const char* what) {
   if (t.size() != size) throw std::invalid_argument(std::string(what) + " needs " + std::to_string(size) + " numbers");
 }
 
-// (key, value, k_layer, k_head, k_token, v_layer, v_head, v_token, tokens, offset)
+kvspeed_execution execution(int num_threads, int isa, const py::object& device) {
+  kvspeed_execution e = {};
+  e.isa = static_cast<kvspeed_isa>(isa);
+  e.num_threads = num_threads;
+  if (device.is_none()) return e;
+  const py::tuple t = device.cast<py::tuple>();
+  check_size(t, 5, "a device");
+  e.device = static_cast<kvspeed_device>(number(t, 0));
+  e.device_index = static_cast<int32_t>(number(t, 1));
+  e.stream = pointer<void>(t[2].cast<uintptr_t>());
+  e.workspace = pointer<void>(t[3].cast<uintptr_t>());
+  e.workspace_bytes = t[4].cast<size_t>();
+  return e;
+}
+
+// Runs an op, on the CPU over scratch memory of this thread.
+template <class Args>
+size_t run_op(const char* name, const Args& args, kvspeed_execution& e,
+              kvspeed_status (*measure)(const Args*, const kvspeed_execution*, size_t*),
+              kvspeed_status (*op)(const Args*, const kvspeed_execution*)) {
+  size_t bytes = 0;
+  if (e.device == KVSPEED_CPU) {
+    check(measure(&args, &e, &bytes), name);
+    e.workspace = bytes > 0 ? scratch.at_least(bytes) : nullptr;
+    e.workspace_bytes = bytes;
+    check(op(&args, &e), name);
+    return 0;
+  }
+  const kvspeed_status status = op(&args, &e);
+  if (status != KVSPEED_WORKSPACE_TOO_SMALL) {
+    check(status, name);
+    return 0;
+  }
+  check(measure(&args, &e, &bytes), name);
+  return bytes;
+}
+
+// (key, value, k_layer, k_head, k_token, v_layer, v_head, v_token, tokens, offset), and for 8-bit packets
+// (..., key_scale, value_scale, ks_layer, ks_head, vs_layer, vs_head).
 kvspeed_packet to_packet(const py::tuple& t) {
-  check_size(t, 10, "a packet");
+  if (t.size() != 10) check_size(t, 16, "a packet");
   kvspeed_packet p = {};
   p.key = address(t, 0);
   p.value = address(t, 1);
   for (size_t i = 0; i < 3; ++i) p.key_stride[i] = number(t, 2 + i), p.value_stride[i] = number(t, 5 + i);
   p.tokens = number(t, 8);
   p.offset = number(t, 9);
+  if (t.size() == 16) {
+    p.key_scale = static_cast<const float*>(address(t, 10));
+    p.value_scale = static_cast<const float*>(address(t, 11));
+    for (size_t i = 0; i < 2; ++i) {
+      p.key_scale_stride[i] = number(t, 12 + i);
+      p.value_scale_stride[i] = number(t, 14 + i);
+    }
+  }
   return p;
 }
 
-// (key, value, k_batch, k_head, k_token, v_batch, v_head, v_token, tokens, offset, start, first)
+// (key, value, k_batch, k_head, k_token, v_batch, v_head, v_token, tokens, offset, start, first), and on a device
+// (..., rope, page_table, page_table_stride, page_size, pages).
 kvspeed_segment to_segment(const py::tuple& t) {
-  check_size(t, 12, "a segment");
+  if (t.size() != 12) check_size(t, 17, "a segment");
   kvspeed_segment s = {};
   s.key = address(t, 0);
   s.value = address(t, 1);
@@ -101,89 +140,131 @@ kvspeed_segment to_segment(const py::tuple& t) {
   s.offset = number(t, 9);
   s.start = number(t, 10);
   s.first = static_cast<const int32_t*>(address(t, 11));
+  if (t.size() == 17) {
+    s.rope = static_cast<const float*>(address(t, 12));
+    s.page_table = static_cast<const int32_t*>(address(t, 13));
+    s.page_table_stride = number(t, 14);
+    s.page_size = number(t, 15);
+    s.pages = number(t, 16);
+  }
   return s;
 }
 
-void rope_concat(int dtype, int64_t layers, int64_t heads, int64_t head_dim, int64_t rotary_dim, bool interleaved,
-                 const std::vector<py::tuple>& packets, uintptr_t inv_freq, int64_t inv_freq_layer_stride,
-                 uintptr_t out_key, uintptr_t out_value, const Stride4& out_key_stride, const Stride4& out_value_stride,
-                 int64_t start, int64_t capacity, uintptr_t page_table, int64_t page_table_length, int64_t page_size,
-                 int64_t pages, int num_threads, int isa) {
-  std::vector<kvspeed_packet> list;
-  list.reserve(packets.size());
-  for (const py::tuple& t : packets) list.push_back(to_packet(t));
+// The structs of one call, and the list that they point to.
+struct RopeConcatCall {
   kvspeed_rope_concat_args g = {};
-  g.dtype = static_cast<kvspeed_dtype>(dtype);
-  g.layers = layers;
-  g.heads = heads;
-  g.head_dim = head_dim;
-  g.rotary_dim = rotary_dim;
-  g.interleaved = interleaved;
-  g.packets = list.data();
-  g.num_packets = static_cast<int64_t>(list.size());
-  g.inv_freq = pointer<const float>(inv_freq);
-  g.inv_freq_layer_stride = inv_freq_layer_stride;
-  g.out_key = pointer<void>(out_key);
-  g.out_value = pointer<void>(out_value);
-  assign(g.out_key_stride, out_key_stride);
-  assign(g.out_value_stride, out_value_stride);
-  g.start = start;
-  g.capacity = capacity;
-  g.page_table = pointer<const int32_t>(page_table);
-  g.page_table_length = page_table_length;
-  g.page_size = page_size;
-  g.pages = pages;
-  py::gil_scoped_release release;
-  size_t bytes = 0;
-  kvspeed_execution e = execution(num_threads, isa);
-  check(kvspeed_rope_concat_workspace(&g, &e, &bytes), "rope_concat");
-  give_scratch(e, bytes);
-  check(kvspeed_rope_concat(&g, &e), "rope_concat");
-}
+  kvspeed_execution e = {};
+  std::vector<kvspeed_packet> list;
 
-void segment_attention(int dtype, int64_t batch, int64_t heads, int64_t heads_kv, int64_t query_tokens,
-                       int64_t head_dim, int64_t rotary_dim, bool interleaved, uintptr_t inv_freq, uintptr_t query,
-                       const Stride3& query_stride, const std::vector<py::tuple>& segments, const py::tuple& tail,
-                       float scale, float softcap, int64_t window, uintptr_t sinks, uintptr_t out,
-                       const Stride3& out_stride, uintptr_t lse, int64_t split_tokens, int num_threads, int isa) {
-  std::vector<kvspeed_segment> list;
-  list.reserve(segments.size());
-  for (const py::tuple& t : segments) list.push_back(to_segment(t));
+  void fill(int dtype, int64_t layers, int64_t heads, int64_t head_dim, int64_t rotary_dim, bool interleaved,
+            const std::vector<py::tuple>& packets, uintptr_t inv_freq, int64_t inv_freq_layer_stride, uintptr_t out_key,
+            uintptr_t out_value, const Stride4& out_key_stride, const Stride4& out_value_stride, int64_t start,
+            int64_t capacity, uintptr_t page_table, int64_t page_table_length, int64_t page_size, int64_t pages,
+            int storage, int num_threads, int isa, const py::object& device) {
+    e = execution(num_threads, isa, device);
+    list.reserve(packets.size());
+    for (const py::tuple& t : packets) list.push_back(to_packet(t));
+    g.dtype = static_cast<kvspeed_dtype>(dtype);
+    g.storage = static_cast<kvspeed_storage>(storage);
+    g.layers = layers;
+    g.heads = heads;
+    g.head_dim = head_dim;
+    g.rotary_dim = rotary_dim;
+    g.interleaved = interleaved;
+    g.packets = list.data();
+    g.num_packets = static_cast<int64_t>(list.size());
+    g.inv_freq = pointer<const float>(inv_freq);
+    g.inv_freq_layer_stride = inv_freq_layer_stride;
+    g.out_key = pointer<void>(out_key);
+    g.out_value = pointer<void>(out_value);
+    assign(g.out_key_stride, out_key_stride);
+    assign(g.out_value_stride, out_value_stride);
+    g.start = start;
+    g.capacity = capacity;
+    g.page_table = pointer<const int32_t>(page_table);
+    g.page_table_length = page_table_length;
+    g.page_size = page_size;
+    g.pages = pages;
+  }
+
+  size_t run() { return run_op("rope_concat", g, e, &kvspeed_rope_concat_workspace, &kvspeed_rope_concat); }
+  size_t workspace() const {
+    size_t bytes = 0;
+    check(kvspeed_rope_concat_workspace(&g, &e, &bytes), "rope_concat");
+    return bytes;
+  }
+};
+
+struct SegmentAttentionCall {
   kvspeed_segment_attention_args g = {};
-  g.dtype = static_cast<kvspeed_dtype>(dtype);
-  g.batch = batch;
-  g.heads = heads;
-  g.heads_kv = heads_kv;
-  g.query_tokens = query_tokens;
-  g.head_dim = head_dim;
-  g.rotary_dim = rotary_dim;
-  g.interleaved = interleaved;
-  g.inv_freq = pointer<const float>(inv_freq);
-  g.query = pointer<const void>(query);
-  assign(g.query_stride, query_stride);
-  g.segments = list.data();
-  g.num_segments = static_cast<int64_t>(list.size());
-  g.tail = to_segment(tail);
-  g.scale = scale;
-  g.softcap = softcap;
-  g.window = window;
-  g.sinks = pointer<const float>(sinks);
-  g.out = pointer<void>(out);
-  assign(g.out_stride, out_stride);
-  g.lse = pointer<float>(lse);
-  g.split_tokens = split_tokens;
-  py::gil_scoped_release release;
-  size_t bytes = 0;
-  kvspeed_execution e = execution(num_threads, isa);
-  check(kvspeed_segment_attention_workspace(&g, &e, &bytes), "segment_attention");
-  give_scratch(e, bytes);
-  check(kvspeed_segment_attention(&g, &e), "segment_attention");
+  kvspeed_execution e = {};
+  std::vector<kvspeed_segment> list;
+
+  void fill(int dtype, int64_t batch, int64_t heads, int64_t heads_kv, int64_t query_tokens, int64_t head_dim,
+            int64_t rotary_dim, bool interleaved, uintptr_t inv_freq, uintptr_t query, const Stride3& query_stride,
+            const std::vector<py::tuple>& segments, const py::tuple& tail, uintptr_t tail_tokens, float scale,
+            float softcap, int64_t window, uintptr_t sinks, uintptr_t out, const Stride3& out_stride, uintptr_t lse,
+            int64_t split_tokens, int num_threads, int isa, const py::object& device) {
+    e = execution(num_threads, isa, device);
+    list.reserve(segments.size());
+    for (const py::tuple& t : segments) list.push_back(to_segment(t));
+    g.dtype = static_cast<kvspeed_dtype>(dtype);
+    g.batch = batch;
+    g.heads = heads;
+    g.heads_kv = heads_kv;
+    g.query_tokens = query_tokens;
+    g.head_dim = head_dim;
+    g.rotary_dim = rotary_dim;
+    g.interleaved = interleaved;
+    g.inv_freq = pointer<const float>(inv_freq);
+    g.query = pointer<const void>(query);
+    assign(g.query_stride, query_stride);
+    g.segments = list.data();
+    g.num_segments = static_cast<int64_t>(list.size());
+    g.tail = to_segment(tail);
+    g.tail_tokens = pointer<const int32_t>(tail_tokens);
+    g.scale = scale;
+    g.softcap = softcap;
+    g.window = window;
+    g.sinks = pointer<const float>(sinks);
+    g.out = pointer<void>(out);
+    assign(g.out_stride, out_stride);
+    g.lse = pointer<float>(lse);
+    g.split_tokens = split_tokens;
+  }
+
+  size_t run() {
+    return run_op("segment_attention", g, e, &kvspeed_segment_attention_workspace, &kvspeed_segment_attention);
+  }
+  size_t workspace() const {
+    size_t bytes = 0;
+    check(kvspeed_segment_attention_workspace(&g, &e, &bytes), "segment_attention");
+    return bytes;
+  }
+};
+
+// Two Python functions that take the arguments of `fill`: one runs the op, the other says what workspace it needs.
+template <class Call, class... Args>
+void define(py::module_& m, const std::string& name, void (Call::*fill)(Args...)) {
+  m.def(name.c_str(), [fill](Args... args) {
+    Call call;
+    (call.*fill)(args...);
+    py::gil_scoped_release release;
+    return call.run();
+  });
+  m.def((name + "_workspace").c_str(), [fill](Args... args) {
+    Call call;
+    (call.*fill)(args...);
+    return call.workspace();
+  });
 }
 
 void merge_states(int dtype_a, int dtype_b, int64_t batch, int64_t heads, int64_t tokens, int64_t head_dim,
                   uintptr_t out_a, const Stride3& out_a_stride, uintptr_t lse_a, const Stride3& lse_a_stride,
                   uintptr_t out_b, const Stride3& out_b_stride, uintptr_t lse_b, const Stride3& lse_b_stride,
-                  uintptr_t out, const Stride3& out_stride, uintptr_t lse, int num_threads, int isa) {
+                  uintptr_t out, const Stride3& out_stride, uintptr_t lse, int num_threads, int isa,
+                  const py::object& device) {
+  const kvspeed_execution e = execution(num_threads, isa, device);
   kvspeed_merge_states_args g = {};
   g.dtype_a = static_cast<kvspeed_dtype>(dtype_a);
   g.dtype_b = static_cast<kvspeed_dtype>(dtype_b);
@@ -203,8 +284,23 @@ void merge_states(int dtype_a, int dtype_b, int64_t batch, int64_t heads, int64_
   assign(g.out_stride, out_stride);
   g.lse = pointer<float>(lse);
   py::gil_scoped_release release;
-  const kvspeed_execution e = execution(num_threads, isa);
   check(kvspeed_merge_states(&g, &e), "merge_states");
+}
+
+void rope_row(int64_t offset, uintptr_t inv_freq, int64_t half, uintptr_t row) {
+  check(kvspeed_rope_row(offset, pointer<const float>(inv_freq), half, pointer<float>(row)), "rope_row");
+}
+
+py::tuple cuda_device_count() {
+  const char* message = "";
+  const int count = kvspeed_cuda_device_count(&message);
+  return py::make_tuple(count, std::string(message == nullptr ? "" : message));
+}
+
+py::tuple cuda_device_supported(int index) {
+  int32_t capability = 0;
+  const bool supported = kvspeed_cuda_device_supported(index, &capability) != 0;
+  return py::make_tuple(supported, capability);
 }
 
 py::dict build_info() {
@@ -225,18 +321,30 @@ py::dict build_info() {
   info["version"] = KVSPEED_VERSION;
   info["compiler"] = __VERSION__;
   info["isas"] = isas;
-  info["cuda"] = false;
-  info["cuda_archs"] = py::list();
+  info["cuda"] = kvspeed_cuda_built() != 0;
+  py::list archs;
+  std::istringstream text(kvspeed_cuda_archs());
+  for (std::string arch; std::getline(text, arch, ';');) archs.append(arch);
+  info["cuda_archs"] = archs;
   return info;
 }
 
 }  // namespace
 
-PYBIND11_MODULE(_C, m) {
+#ifndef KVSPEED_MODULE_NAME
+#define KVSPEED_MODULE_NAME _C  // the tests build a second one, whose device is emulated
+#endif
+
+PYBIND11_MODULE(KVSPEED_MODULE_NAME, m) {
   m.doc() = "kvspeed kernels; use kvspeed.ops, which checks its arguments";
-  m.def("rope_concat", &rope_concat);
-  m.def("segment_attention", &segment_attention);
+  define(m, "rope_concat", &RopeConcatCall::fill);
+  define(m, "segment_attention", &SegmentAttentionCall::fill);
   m.def("merge_states", &merge_states);
+  m.def("rope_row", &rope_row);
+  m.def("cuda_device_count", &cuda_device_count);
+  m.def("cuda_device_supported", &cuda_device_supported);
+  m.def("cuda_archs", [] { return std::string(kvspeed_cuda_archs()); });
+  m.def("cuda_last_error", [] { return std::string(kvspeed_cuda_last_error()); });
   m.def("isa_available", [](int isa) { return kvspeed_isa_available(static_cast<kvspeed_isa>(isa)) != 0; });
   m.def("isa_best", [] { return static_cast<int>(kvspeed_isa_best()); });
   m.def("isa_name", [](int isa) { return std::string(kvspeed_isa_name(static_cast<kvspeed_isa>(isa))); });

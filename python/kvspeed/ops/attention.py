@@ -158,6 +158,7 @@ def _prepare(
         query_stride[:3],
         descriptors,
         tail,
+        0,
         scale,
         softcap,
         window,
@@ -168,6 +169,7 @@ def _prepare(
         split_tokens,
         torch.get_num_threads(),
         isa_variable.get(),
+        None,
     )
     return call, out, lse
 

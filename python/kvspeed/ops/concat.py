@@ -75,8 +75,10 @@ def run(
         0 if page_table is None else page_table.shape[0],
         page_size,
         pages,
+        0,
         torch.get_num_threads(),
         isa_variable.get(),
+        None,
     )
     for output in (out_keys, out_values):  # what autograd saved from them is stale now, and must know
         if not output.is_inference():

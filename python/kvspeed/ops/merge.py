@@ -47,5 +47,6 @@ def run(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Ten
         lse.data_ptr(),
         torch.get_num_threads(),
         isa_variable.get(),
+        None,
     )
     return out, lse
