@@ -25,11 +25,16 @@ struct DeviceSegment {
   int32_t tokens;
   int32_t page_size, pages;  // pages: entries of the table that are valid numbers are 0 .. pages - 1
   int32_t unit_begin;        // decode: splits before this segment; prefill: key tiles before it
-  int32_t aligned;           // 16-byte loads are possible: addresses and strides are multiples of 8 numbers
-  int32_t causal;            // 1 for the tail
+  uint32_t page_magic;       // n / page_size == (n * page_magic) >> page_shift for every n below 2^31
+  uint8_t page_shift;
+  uint8_t aligned;  // 16-byte loads are possible: addresses and strides are multiples of 8 numbers
+  uint8_t causal;   // 1 for the tail
 };
+static_assert(sizeof(DeviceSegment) == 128, "copied as eight 16-byte words");
 
 constexpr int kInlineSegments = 30;  // beyond them the list lies in the workspace, written there by a copy kernel
+
+constexpr int kMaxTokens = 1 << 30;  // of a segment, and packed rows of a KV head: sums of two stay below 2^31
 
 // One attention call. Passed to the kernels by value.
 struct AttentionParams {
@@ -47,13 +52,16 @@ struct AttentionParams {
   int32_t rows;         // group * query_tokens: packed rows of one KV head
   int32_t rotary_half;  // R/2
   int32_t interleaved;
-  int32_t num_segments;  // with the tail, which is the last
-  int32_t splits;
-  int32_t split_units;  // decode: tokens of a split; prefill: key tiles of a split
-  float score_scale;    // scale * log2(e), or scale where softcap > 0
-  float softcap;        // 0: none
-  float softcap_scale;  // softcap * log2(e)
-  int64_t window;       // 0: none
+  int32_t num_segments;   // with the tail, which is the last
+  int32_t splits;         // with one split the kernel writes the results itself, and walks all segments
+  int32_t split_units;    // decode: tokens of a split; prefill: key tiles of a split
+  int32_t out_aligned;    // 16-byte stores to `out` are possible
+  int32_t tail_length;    // the tail's `tokens`
+  float query_factor;     // 1, -1 or 0: the sign of `scale`, so that the factors below are positive
+  float score_factor;     // from a product of query and key to base-2 logits: |scale| * log2(e), or softcap * log2(e)
+  float softcap_factor;   // 0: none, else |scale| / softcap: logits are score_factor * tanh(product * softcap_factor)
+  int64_t window;         // 0: none
+  int64_t tail_position;  // of the tail's token 0
   DeviceSegment segments[kInlineSegments];
 };
 static_assert(sizeof(AttentionParams) <= 4096, "parameters above 4 KB cost every launch, and old drivers refuse them");

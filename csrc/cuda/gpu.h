@@ -95,6 +95,13 @@ KVS_DEVICE float exp2_approx(float x) {  // 2 ulp; -inf gives 0
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+KVS_DEVICE float reciprocal_approx(float x) {  // 1 ulp; infinity gives 0
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+KVS_DEVICE float log2_accurate(float x) { return log2f(x); }       // 1 ulp
+KVS_DEVICE float larger(float a, float b) { return fmaxf(a, b); }  // the other one where one is NaN
 // Products and sums that must not be fused, or must be, whatever the compiler prefers: results equal the CPU's.
 KVS_DEVICE float mul_rn(float a, float b) { return __fmul_rn(a, b); }
 KVS_DEVICE float fma_rn(float a, float b, float c) { return __fmaf_rn(a, b, c); }
