@@ -259,11 +259,11 @@ void define(py::module_& m, const std::string& name, void (Call::*fill)(Args...)
   });
 }
 
-void merge_states(int dtype_a, int dtype_b, int64_t batch, int64_t heads, int64_t tokens, int64_t head_dim,
-                  uintptr_t out_a, const Stride3& out_a_stride, uintptr_t lse_a, const Stride3& lse_a_stride,
-                  uintptr_t out_b, const Stride3& out_b_stride, uintptr_t lse_b, const Stride3& lse_b_stride,
-                  uintptr_t out, const Stride3& out_stride, uintptr_t lse, int num_threads, int isa,
-                  const py::object& device) {
+size_t merge_states(int dtype_a, int dtype_b, int64_t batch, int64_t heads, int64_t tokens, int64_t head_dim,
+                    uintptr_t out_a, const Stride3& out_a_stride, uintptr_t lse_a, const Stride3& lse_a_stride,
+                    uintptr_t out_b, const Stride3& out_b_stride, uintptr_t lse_b, const Stride3& lse_b_stride,
+                    uintptr_t out, const Stride3& out_stride, uintptr_t lse, int num_threads, int isa,
+                    const py::object& device) {
   const kvspeed_execution e = execution(num_threads, isa, device);
   kvspeed_merge_states_args g = {};
   g.dtype_a = static_cast<kvspeed_dtype>(dtype_a);
@@ -285,6 +285,7 @@ void merge_states(int dtype_a, int dtype_b, int64_t batch, int64_t heads, int64_
   g.lse = pointer<float>(lse);
   py::gil_scoped_release release;
   check(kvspeed_merge_states(&g, &e), "merge_states");
+  return 0;
 }
 
 void rope_row(int64_t offset, uintptr_t inv_freq, int64_t half, uintptr_t row) {

@@ -23,26 +23,43 @@ class Segment:
         offset: the position the segment is used at minus the position its keys were rotated for.
         start: the position token 0 was rotated for; only a sliding window asks for it.
         first: int32 `[B]` or None; tokens before `first[b]` are padding in row b, and invisible.
+        page_table: int32 `[n]`, shared by all rows, or `[B, n]`; None where there are no pages. With it key and value
+            are `[pages, page_size, H_kv, D]` (a layer of `rope_concat`'s paged output), and token t lies in page
+            `page_table[t // page_size]`. Entries of pages beyond the last token are never read.
     """
 
-    __slots__ = ("first", "key", "offset", "start", "value")
+    __slots__ = ("_length", "first", "key", "offset", "page_table", "start", "value")
 
     def __init__(
-        self, key: Tensor, value: Tensor, offset: int = 0, *, start: int = 0, first: Tensor | None = None
+        self,
+        key: Tensor,
+        value: Tensor,
+        offset: int = 0,
+        *,
+        start: int = 0,
+        first: Tensor | None = None,
+        page_table: Tensor | None = None,
+        tokens: int | None = None,
     ) -> None:
+        """`tokens`: how many a paged segment holds; None is as many as its pages. Without pages it must be None."""
         self.key = key
         self.value = value
         self.offset = offset
         self.start = start
         self.first = first
+        self.page_table = page_table
+        self._length = tokens
 
     @property
     def tokens(self) -> int:
         """How many tokens the segment holds, padding included."""
-        return self.key.shape[-2]
+        if self.page_table is None:
+            return self.key.shape[-2]
+        return self.page_table.shape[-1] * self.key.shape[1] if self._length is None else self._length
 
     def __repr__(self) -> str:
         shape = list(self.key.shape) if isinstance(self.key, Tensor) else type(self.key).__name__
         dtype = self.key.dtype if isinstance(self.key, Tensor) else "?"
         padding = "" if self.first is None else ", first=..."
-        return f"Segment(key={shape} {dtype}, offset={self.offset}, start={self.start}{padding})"
+        paged = "" if self.page_table is None else f", page_table=..., tokens={self.tokens}"
+        return f"Segment(key={shape} {dtype}, offset={self.offset}, start={self.start}{padding}{paged})"

@@ -93,6 +93,7 @@ def segment_attention(
     interleaved: bool = False,
     return_lse: bool = False,
     split_tokens: int | None = None,
+    tail_length: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over segments where they lie, and over a causal tail.
 
@@ -118,6 +119,12 @@ def segment_attention(
         return_lse: also return the log-sum-exp (natural log) of the scores.
         split_tokens: tokens that one piece of work covers; None lets the library choose. A row's result is the same
             bits for the same value, whatever else is in the batch.
+        tail_length: int32 `[B]` on the device of the tensors: how many tokens of the tail are there in each row, from
+            0 to T; the rest is never read, and all that is said of T above holds for this number. The host does not
+            read it on a GPU, so a captured CUDA graph follows a tail that grows.
+
+    All tensors are on one device, where the work is done: on a GPU in torch's current stream of that GPU. `inv_freq`
+    may be on the CPU always, and best is. GPUs take bfloat16 and float16, and head dimensions 64, 80, 96, 128 and 256.
 
     Returns:
         `[B, H_q, S_q, D]` with the query's dtype and memory layout; with `return_lse` also float32 `[B, H_q, S_q]`.
@@ -145,6 +152,8 @@ def segment_attention(
             interleaved,
             return_lse,
             split_tokens,
+            *_pages(segments),
+            tail_length,
         )
         return (out, lse) if return_lse else out
     return attention.run(
@@ -162,6 +171,17 @@ def segment_attention(
         interleaved,
         return_lse,
         split_tokens,
+        tail_length,
+    )
+
+
+def _pages(segments: Sequence[Segment]) -> tuple[list[Tensor | None] | None, list[int] | None]:
+    """The segments' page tables and lengths, as the library takes them."""
+    if all(segment.page_table is None for segment in segments):
+        return None, None
+    return (
+        [segment.page_table for segment in segments],
+        [-1 if segment.page_table is None else segment.tokens for segment in segments],
     )
 
 

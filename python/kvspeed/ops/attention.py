@@ -1,10 +1,12 @@
 # Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
-"""`segment_attention` on plain CPU tensors.
+"""`segment_attention` on plain tensors, all on the CPU or all on one GPU.
 
 The op runs once a layer and decoding step, so the call itself must be cheap. `_prepare` takes the arguments as they
 are, and tests them without preparing a message; where a test fails, `_normalise` checks everything again slowly,
 raises a precise error or brings the arguments to the plain form, and they are tried once more. Only what `_prepare`
 has passed reaches the compiled code.
+
+GPUs read pages, and lengths of the tail in memory, themselves; for the CPU `paged` brings both to the plain form.
 """
 
 from __future__ import annotations
@@ -16,31 +18,53 @@ import torch
 from torch import Tensor
 
 from kvspeed.ops import checks as check
+from kvspeed.ops import paged
+from kvspeed.ops.device import Gpu, emulated, gpu_of
 from kvspeed.ops.native import _C, DTYPE_CODES, isa_variable
 from kvspeed.segment import Segment
 
-__all__ = ["run"]
+__all__ = ["covers", "run"]
 
 _MAX_HEAD_DIM = 256
+_GPU_HEAD_DIMS = (64, 80, 96, 128, 256)
+_GPU_DTYPES = (torch.bfloat16, torch.float16)
 _LIMIT = check.INTEGER_LIMIT
 _FLOAT32_MAX = check.FLOAT32_MAX
 _Result = Tensor | tuple[Tensor, Tensor]
+
+
+def covers(query: Tensor) -> bool:
+    """Whether the kernels of the query's device take its dtype and head dimension."""
+    size = query.shape[-1]
+    try:
+        gpu = gpu_of(query)
+    except RuntimeError:  # another device, or a GPU that this build cannot use
+        return False
+    if gpu is None:
+        return query.dtype in DTYPE_CODES and size % 8 == 0 and 8 <= size <= _MAX_HEAD_DIM
+    return query.dtype in _GPU_DTYPES and size in _GPU_HEAD_DIMS
 
 
 def run(*arguments: Any) -> _Result:
     """See `kvspeed.ops.segment_attention`; the arguments are the same, all positional."""
     try:
         prepared = _prepare(*arguments)
-    except RuntimeError:  # tensors without strides or memory: sparse, wrapped
+    except RuntimeError:  # tensors without strides or memory: sparse, wrapped; or on a device without kernels
         prepared = None
     if prepared is None:
         arguments = _normalise(*arguments)  # under this name it keeps alive what the call points to
+        if paged.needed(*arguments):
+            return paged.attend(run, *arguments)
         prepared = _prepare(*arguments)
         if prepared is None:
             raise RuntimeError("segment_attention was given arguments that pass its checks but cannot be launched")
-    call, out, lse = prepared
-    if out.numel():
-        _C.segment_attention(*call)
+    call, out, lse, gpu = prepared
+    if not out.numel():
+        pass
+    elif gpu is None:
+        _C.segment_attention(*call, torch.get_num_threads(), isa_variable.get(), None)
+    else:
+        gpu.launch(gpu.module.segment_attention, call)
     return out if lse is None else (out, lse)
 
 
@@ -59,26 +83,29 @@ def _prepare(
     interleaved: bool,
     return_lse: bool,
     split_tokens: int | None,
-) -> tuple[tuple[Any, ...], Tensor, Tensor | None] | None:
-    """The compiled code's arguments, the output and the LSE; None where an argument is not in its plain form.
+    tail_length: Tensor | None,
+) -> tuple[tuple[Any, ...], Tensor, Tensor | None, Gpu | None] | None:
+    """The compiled code's arguments, the output, the LSE and the GPU; None where an argument is not in its plain form.
 
     None need not mean an error: a numpy integer, say, takes the other way.
     """
-    if type(query) is not Tensor or not query.is_cpu or query.ndim != 4:
+    if type(query) is not Tensor or query.ndim != 4:
         return None
+    gpu = emulated.get() if query.is_cpu else gpu_of(query)
+    where = -1 if gpu is None else gpu.where
     dtype = query.dtype
     code = DTYPE_CODES.get(dtype)
-    batch, heads, rows, head_dim = query.shape
+    batch, heads, query_tokens, head_dim = query.shape
     query_stride = query.stride()
     query_pointer = query.data_ptr()
     tracked = torch.is_grad_enabled()
     if (
         code is None
-        or head_dim % 8
-        or not 8 <= head_dim <= _MAX_HEAD_DIM
+        or (gpu is None and (head_dim % 8 or not 8 <= head_dim <= _MAX_HEAD_DIM or tail_length is not None))
+        or (gpu is not None and (head_dim not in _GPU_HEAD_DIMS or dtype not in _GPU_DTYPES))
         or query_stride[3] != 1
         or (tracked and query.requires_grad)
-        or (not query_pointer and batch * heads * rows)
+        or (not query_pointer and batch * heads * query_tokens)
         or type(tail_key) is not Tensor
         or tail_key.ndim != 4
     ):
@@ -112,7 +139,9 @@ def _prepare(
 
     rotary_dim = frequencies = 0
     if inv_freq is not None:
-        if not _is_vector(inv_freq, torch.float32, None, tracked):
+        if not _is_vector(inv_freq, torch.float32, None, tracked, where) and (
+            where < 0 or not _is_vector(inv_freq, torch.float32, None, tracked, -1)
+        ):
             return None
         rotary_dim = 2 * inv_freq.shape[0]
         frequencies = inv_freq.data_ptr()
@@ -120,12 +149,17 @@ def _prepare(
             return None
     sink_pointer = 0
     if sinks is not None:
-        if not _is_vector(sinks, torch.float32, heads, tracked):
+        if not _is_vector(sinks, torch.float32, heads, tracked, where):
             return None
         sink_pointer = sinks.data_ptr()
+    length_pointer = 0
+    if tail_length is not None:
+        if not _is_vector(tail_length, torch.int32, batch, tracked, where):
+            return None
+        length_pointer = tail_length.data_ptr()
 
     sizes = (batch, heads_kv, head_dim)
-    tail = _describe(tail_key, tail_value, 0, tail_start, tail_first, dtype, sizes, tracked)
+    tail = _describe(tail_key, tail_value, 0, tail_start, tail_first, dtype, sizes, tracked, where)
     if tail is None or type(segments) not in (list, tuple):
         return None
     descriptors = []
@@ -133,23 +167,40 @@ def _prepare(
         if type(segment) is not Segment:
             return None
         offset = segment.offset
-        descriptor = _describe(segment.key, segment.value, offset, segment.start, segment.first, dtype, sizes, tracked)
+        if segment.page_table is not None:
+            descriptor = None if gpu is None else _describe_pages(segment, dtype, sizes, tracked, where)
+        else:
+            descriptor = _describe(
+                segment.key, segment.value, offset, segment.start, segment.first, dtype, sizes, tracked, where
+            )
         if descriptor is None or (offset and inv_freq is None):
             return None
         descriptors.append(descriptor)
+    if gpu is not None and inv_freq is not None:
+        offsets = [descriptor[9] for descriptor in descriptors]
+        if any(offsets):
+            known = gpu.frequencies(inv_freq)
+            frequencies = known.pointer
+            rows = gpu.rows(known, offsets)
+            for i, offset in enumerate(offsets):
+                if offset:
+                    descriptor = descriptors[i]
+                    descriptors[i] = (*descriptor[:12], rows.get(offset, 0), *(descriptor[13:] or (0, 0, 0, 0)))
+        else:
+            frequencies = 0  # may point to the GPU's memory; without offsets nothing reads them
 
     out = torch.empty_like(query)
     out_stride = out.stride()
     if out_stride[3] != 1:
         out = check.empty_like(query)
         out_stride = out.stride()
-    lse = torch.empty((batch, heads, rows), dtype=torch.float32) if return_lse else None
+    lse = torch.empty((batch, heads, query_tokens), dtype=torch.float32, device=query.device) if return_lse else None
     call = (
         code,
         batch,
         heads,
         heads_kv,
-        rows,
+        query_tokens,
         head_dim,
         rotary_dim,
         interleaved,
@@ -158,7 +209,7 @@ def _prepare(
         query_stride[:3],
         descriptors,
         tail,
-        0,
+        length_pointer,
         scale,
         softcap,
         window,
@@ -167,11 +218,8 @@ def _prepare(
         out_stride[:3],
         0 if lse is None else lse.data_ptr(),
         split_tokens,
-        torch.get_num_threads(),
-        isa_variable.get(),
-        None,
     )
-    return call, out, lse
+    return call, out, lse, gpu
 
 
 def _describe(
@@ -183,13 +231,20 @@ def _describe(
     dtype: torch.dtype,
     sizes: tuple[int, int, int],
     tracked: bool,
+    where: int,
 ) -> tuple[int, ...] | None:
     """One segment as the compiled code takes it, or None where it is not in its plain form."""
     if type(key) is not Tensor or type(value) is not Tensor or key.dtype is not dtype or value.dtype is not dtype:
         return None
     shape = key.shape
     batch, heads_kv, head_dim = sizes
-    if value.shape != shape or not key.is_cpu or not value.is_cpu:
+    if value.shape != shape:
+        return None
+    if not (
+        key.is_cpu and value.is_cpu
+        if where < 0
+        else key.is_cuda and value.is_cuda and key.get_device() == where == value.get_device()
+    ):
         return None
     if len(shape) == 3:
         heads, tokens, dim = shape
@@ -218,7 +273,7 @@ def _describe(
         return None
     padding = 0
     if first is not None:
-        if not _is_vector(first, torch.int32, batch, tracked):
+        if not _is_vector(first, torch.int32, batch, tracked, where):
             return None
         padding = first.data_ptr()
     return (
@@ -237,12 +292,66 @@ def _describe(
     )
 
 
-def _is_vector(value: Tensor, dtype: torch.dtype, size: int | None, tracked: bool) -> bool:
-    """Whether `value` is a plain contiguous CPU vector of `dtype` (and of `size`)."""
+def _describe_pages(
+    segment: Segment, dtype: torch.dtype, sizes: tuple[int, int, int], tracked: bool, where: int
+) -> tuple[int, ...] | None:
+    """A paged segment as the compiled code takes it, its rotation row still missing; None where it is not plain."""
+    key, value, table, tokens = segment.key, segment.value, segment.page_table, segment.tokens
+    batch, heads_kv, head_dim = sizes
+    if type(key) is not Tensor or type(value) is not Tensor or key.ndim != 4 or value.shape != key.shape:
+        return None
+    if (
+        type(table) is not Tensor
+        or table.dtype is not torch.int32
+        or not 1 <= table.ndim <= 2
+        or type(tokens) is not int
+    ):
+        return None
+    pages, page_size = key.shape[:2]
+    entries = table.shape[-1]
+    if not (
+        _is_at(table, where)
+        and (table.ndim == 1 or table.shape[0] == batch)
+        and (entries <= 1 or table.stride(-1) == 1)
+        and 0 <= tokens <= entries * page_size
+    ):
+        return None
+    # As one row of a batch: pages for rows, and the tokens of a page.
+    described = _describe(
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        segment.offset,
+        segment.start,
+        None,
+        dtype,
+        (pages, heads_kv, head_dim),
+        tracked,
+        where,
+    )
+    if described is None or (tokens and not (described[0] and table.data_ptr())):
+        return None
+    padding = 0
+    if segment.first is not None:
+        if not _is_vector(segment.first, torch.int32, batch, tracked, where):
+            return None
+        padding = segment.first.data_ptr()
+    row_stride = table.stride(0) if table.ndim == 2 else 0
+    if not tokens:  # nothing to read: an ordinary empty segment
+        return (*described[:8], 0, *described[9:11], padding, 0, 0, 0, 0, 0)
+    return (*described[:8], tokens, *described[9:11], padding, 0, table.data_ptr(), row_stride, page_size, pages)
+
+
+def _is_at(value: Tensor, where: int) -> bool:
+    """Whether the tensor is on the GPU of that index, or on the CPU for -1."""
+    return value.is_cpu if where < 0 else value.is_cuda and value.get_device() == where
+
+
+def _is_vector(value: Tensor, dtype: torch.dtype, size: int | None, tracked: bool, where: int) -> bool:
+    """Whether `value` is a plain contiguous vector of `dtype` (and of `size`) in the right place."""
     return (
         type(value) is Tensor
         and value.dtype is dtype
-        and value.is_cpu
+        and (value.is_cpu if where < 0 else value.is_cuda and value.get_device() == where)
         and value.ndim == 1
         and (size is None or value.shape[0] == size)
         and value.is_contiguous()
@@ -265,11 +374,15 @@ def _normalise(
     interleaved: bool,
     return_lse: bool,
     split_tokens: int | None,
+    tail_length: Tensor | None,
 ) -> tuple[Any, ...]:
     """Raises what is wrong with the arguments, or returns them in the form that `_prepare` takes."""
     query = check.shape("query", check.tensor("query", query), (None,) * 4, "[B, H_q, S_q, D]")
     batch, heads, _, head_dim = query.shape
-    if head_dim % 8 or not 8 <= head_dim <= _MAX_HEAD_DIM:
+    device = query.device
+    if gpu_of(query) is not None:
+        _gpu_limits(query)
+    elif head_dim % 8 or not 8 <= head_dim <= _MAX_HEAD_DIM:
         raise ValueError(
             f"query has a head dimension of {head_dim}; segment_attention takes multiples of 8 from 8 to "
             f"{_MAX_HEAD_DIM}: pad the head with zeros, or use torch's scaled_dot_product_attention on a copied cache"
@@ -279,7 +392,7 @@ def _normalise(
     if tail_key is None or tail_value is None:
         raise TypeError("tail_key and tail_value must be tensors; where there is no tail give [B, H_kv, 0, D]")
     names = "[B, H_kv, T, D] with query's B and D"
-    tail_key = check.tensor("tail_key", tail_key, query.dtype, "query")
+    tail_key = _beside(query, "tail_key", tail_key, query.dtype, "query")
     check.shape("tail_key", tail_key, (batch, None, None, head_dim), names)
     heads_kv = tail_key.shape[1]
     if not heads_kv or heads % heads_kv:
@@ -287,21 +400,20 @@ def _normalise(
             f"query has {heads} heads and tail_key has {heads_kv}; the number of query heads must be a multiple of the "
             "number of key heads"
         )
-    tail_value = check.tensor("tail_value", tail_value, query.dtype, "query")
+    tail_value = _beside(query, "tail_value", tail_value, query.dtype, "query")
     check.shape("tail_value", tail_value, tuple(tail_key.shape), "shaped like tail_key")
     check.head_stride("tail_key", tail_key)
     check.head_stride("tail_value", tail_value)
-    padding_names = "int32 [B], one number a row"
-    tail_first = check.optional_vector("tail_first", tail_first, torch.int32, batch, padding_names)
+    tail_first = _row_numbers(query, "tail_first", tail_first)
+    tail_length = _row_numbers(query, "tail_length", tail_length)
 
     if isinstance(segments, (Tensor, Segment, str)) or not hasattr(segments, "__iter__"):
         raise TypeError(f"segments must be a list of kvspeed.Segment, got {type(segments).__name__}")
-    segments = [
-        _normalise_segment(f"segments[{i}]", segment, query.dtype, (batch, heads_kv, head_dim))
-        for i, segment in enumerate(segments)
-    ]
+    segments = [_normalise_segment(f"segments[{i}]", segment, query, heads_kv) for i, segment in enumerate(segments)]
     if inv_freq is not None:
         inv_freq = check.inv_freq(inv_freq, head_dim)
+        if not inv_freq.is_cpu:
+            check.on_device("inv_freq", inv_freq, device, "query")
     else:
         for i, segment in enumerate(segments):
             if segment.offset:
@@ -323,7 +435,7 @@ def _normalise(
     check.boolean("interleaved", interleaved)
     check.boolean("return_lse", return_lse)
     if sinks is not None:
-        sinks = check.shape("sinks", check.tensor("sinks", sinks), (heads,), "[H_q], one logit a query head")
+        sinks = check.shape("sinks", _beside(query, "sinks", sinks), (heads,), "[H_q], one logit a query head")
         sinks = sinks.to(torch.float32).contiguous()
     return (
         _unit_head_stride(query),
@@ -340,17 +452,51 @@ def _normalise(
         interleaved,
         return_lse,
         split_tokens,
+        tail_length,
     )
 
 
-def _normalise_segment(name: str, segment: Any, dtype: torch.dtype, sizes: tuple[int, int, int]) -> Segment:
+def _gpu_limits(query: Tensor) -> None:
+    head_dim = query.shape[-1]
+    if query.dtype not in _GPU_DTYPES:
+        raise TypeError(
+            f"query has dtype {str(query.dtype).removeprefix('torch.')}; on a GPU segment_attention takes bfloat16 and "
+            "float16: cast query, keys and values, or use torch's scaled_dot_product_attention on a copied cache"
+        )
+    if head_dim not in _GPU_HEAD_DIMS:
+        sizes = ", ".join(map(str, _GPU_HEAD_DIMS))
+        raise ValueError(
+            f"query has a head dimension of {head_dim}; on a GPU segment_attention takes {sizes}: pad the head with "
+            "zeros to the next of them, or use torch's scaled_dot_product_attention on a copied cache"
+        )
+
+
+def _beside(query: Tensor, name: str, value: Any, dtype: torch.dtype | None = None, dtype_of: str = "") -> Tensor:
+    """A tensor that passes the general checks and is on the query's device."""
+    return check.on_device(name, check.tensor(name, value, dtype, dtype_of), query.device, "query")
+
+
+def _row_numbers(query: Tensor, name: str, value: Tensor | None) -> Tensor | None:
+    """None, or int32 `[B]` on the query's device."""
+    value = check.optional_vector(name, value, torch.int32, query.shape[0], "int32 [B], one number a row")
+    return value if value is None else check.on_device(name, value, query.device, "query")
+
+
+def _normalise_segment(name: str, segment: Any, query: Tensor, heads_kv: int) -> Segment:
     if not isinstance(segment, Segment):
         raise TypeError(f"{name} must be a kvspeed.Segment, got {type(segment).__name__}")
-    batch, heads_kv, head_dim = sizes
+    batch, head_dim = query.shape[0], query.shape[-1]
+    offset = check.integer(f"{name}.offset", segment.offset)
+    start = check.integer(f"{name}.start", segment.start)
+    first = _row_numbers(query, f"{name}.first", segment.first)
+    if segment.page_table is not None:
+        return paged.normalise(name, segment, query, heads_kv, offset, start, first)
+    if segment._length is not None:
+        raise ValueError(f"{name} has tokens={segment._length!r} but no page_table; slice key and value instead")
     tensors = []
     for part in ("key", "value"):
         label = f"{name}.{part}"
-        tensor = check.tensor(label, getattr(segment, part), dtype, "query")
+        tensor = _beside(query, label, getattr(segment, part), query.dtype, "query")
         if tensor.ndim == 4 and tensor.shape[0] == 1 != batch:
             raise ValueError(
                 f"{label} has shape {list(tensor.shape)}, one row for a batch of {batch}; to share it between the rows "
@@ -363,13 +509,7 @@ def _normalise_segment(name: str, segment: Any, dtype: torch.dtype, sizes: tuple
     key, value = tensors
     if key.shape != value.shape:
         raise ValueError(f"{name}.value has {value.shape[2]} tokens and {name}.key has {key.shape[2]}; they must agree")
-    return Segment(
-        key,
-        value,
-        check.integer(f"{name}.offset", segment.offset),
-        start=check.integer(f"{name}.start", segment.start),
-        first=check.optional_vector(f"{name}.first", segment.first, torch.int32, batch, "int32 [B], one number a row"),
-    )
+    return Segment(key, value, offset, start=start, first=first)
 
 
 def _unit_head_stride(tensor: Tensor) -> Tensor:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvspeed.ops.native import DTYPE_CODES, no_cuda_reason
+from kvspeed.ops.device import cuda_refusal
+from kvspeed.ops.native import DTYPE_CODES
 
 __all__ = [
     "FLOAT32_MAX",
@@ -25,6 +26,7 @@ __all__ = [
     "head_stride",
     "integer",
     "inv_freq",
+    "on_device",
     "optional_vector",
     "shape",
     "tensor",
@@ -37,7 +39,7 @@ _DTYPE_NAMES = "float32, bfloat16 or float16"
 
 
 def tensor(name: str, value: Any, dtype: torch.dtype | None = None, dtype_of: str = "") -> Tensor:
-    """A dense CPU tensor of a dtype the kernels read (or of exactly `dtype`, which `dtype_of` has)."""
+    """A dense tensor where kernels can read it, of a dtype they take (or of exactly `dtype`, which `dtype_of` has)."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
     if value.layout != torch.strided:
@@ -45,9 +47,7 @@ def tensor(name: str, value: Any, dtype: torch.dtype | None = None, dtype_of: st
             f"{name} has layout {value.layout}; only dense (strided) tensors are supported: use .to_dense()"
         )
     if value.device.type != "cpu":
-        if value.device.type == "meta":
-            raise RuntimeError(f"{name} is on the meta device and holds no data; give a tensor with memory")
-        raise RuntimeError(f"{name} is on {value.device}: {no_cuda_reason()}")
+        _usable_device(name, value.device)
     given = value.dtype
     if dtype is not None:
         if given != dtype:
@@ -69,6 +69,26 @@ def tensor(name: str, value: Any, dtype: torch.dtype | None = None, dtype_of: st
     if has_own_dispatch(value):
         raise TypeError(f"{name} is a {type(value).__name__} among plain tensors; give tensors of one kind")
     return value.detach().as_subclass(Tensor)
+
+
+def _usable_device(name: str, device: torch.device) -> None:
+    if device.type == "meta":
+        raise RuntimeError(f"{name} is on the meta device and holds no data; give a tensor with memory")
+    if device.type != "cuda":
+        raise RuntimeError(f"{name} is on {device}; there are kernels for CPUs and for CUDA: move the tensors to one")
+    refusal = cuda_refusal(device.index or 0)
+    if refusal is not None:
+        raise RuntimeError(f"{name} is on {device}: {refusal}")
+
+
+def on_device(name: str, value: Tensor, device: torch.device, of: str) -> Tensor:
+    """The tensor is where `of` is, which is on `device`."""
+    if value.device != device:
+        raise RuntimeError(
+            f"{name} is on {value.device} and {of} is on {device}; all tensors of a call must be on one device: move "
+            f"{name} with .to({str(device)!r})"
+        )
+    return value
 
 
 def has_own_dispatch(value: Any) -> bool:

@@ -28,13 +28,14 @@ _library.define(
     "segment_attention(Tensor query, Tensor[] keys, Tensor[] values, SymInt[] offsets, SymInt[] starts, "
     "Tensor?[] firsts, Tensor tail_key, Tensor tail_value, Tensor? inv_freq, float? scale=None, float softcap=0.0, "
     "SymInt? window=None, SymInt? tail_start=None, Tensor? tail_first=None, Tensor? sinks=None, "
-    "bool interleaved=False, bool return_lse=False, SymInt? split_tokens=None) -> (Tensor, Tensor)"
+    "bool interleaved=False, bool return_lse=False, SymInt? split_tokens=None, Tensor?[]? page_tables=None, "
+    "SymInt[]? tokens=None, Tensor? tail_length=None) -> (Tensor, Tensor)"
 )
 _library.define("merge_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)")
 
 
 def must_dispatch(*tensors: Any) -> bool:
-    """Whether something other than the plain CPU kernels must see the call: a mode, or a tensor of its own kind."""
+    """Whether something other than the plain kernels must see the call: a mode, or a tensor of its own kind."""
     if torch._C._len_torch_dispatch_stack():
         return True
     for tensor in tensors:  # a plain loop: this runs at every call
@@ -52,20 +53,29 @@ def _segment_attention(
     firsts: list[Tensor | None],
     *rest: Any,
 ) -> tuple[Tensor, Tensor]:
-    lists: dict[str, Sequence[Any]] = {"values": values, "offsets": offsets, "starts": starts, "firsts": firsts}
+    *options, page_tables, tokens, tail_length = _defaults(rest)
+    none = [None] * len(keys)
+    lists: dict[str, Sequence[Any]] = {
+        "values": values,
+        "offsets": offsets,
+        "starts": starts,
+        "firsts": firsts,
+        "page_tables": none if page_tables is None else page_tables,
+        "tokens": none if tokens is None else [None if n < 0 else n for n in tokens],
+    }
     for name, given in lists.items():
         if len(given) != len(keys):
             raise ValueError(f"{name} has {len(given)} entries and keys has {len(keys)}; give one a segment")
     segments = [
-        Segment(key, value, offset, start=start, first=first)
-        for key, value, offset, start, first in zip(keys, values, offsets, starts, firsts, strict=True)
+        Segment(key, value, offset, start=start, first=first, page_table=table, tokens=length)
+        for key, value, offset, start, first, table, length in zip(keys, *lists.values(), strict=True)
     ]
-    result = attention.run(query, segments, *_defaults(rest))
+    result = attention.run(query, segments, *options, tail_length)
     return result if isinstance(result, tuple) else (result, query.new_empty(0, dtype=torch.float32))
 
 
 # After the segments: tail_key, tail_value, inv_freq, then these. The dispatcher leaves out trailing defaults.
-_OPTIONS: tuple[Any, ...] = (None, 0.0, None, None, None, None, False, False, None)
+_OPTIONS: tuple[Any, ...] = (None, 0.0, None, None, None, None, False, False, None, None, None, None)
 _RETURN_LSE = 10  # where return_lse is among the arguments after the segments
 
 
@@ -111,7 +121,7 @@ def _merge_states_fake(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tenso
     return check.empty_like(out_a), out_a.new_empty(out_a.shape[:3], dtype=torch.float32)
 
 
-# The same functions for both devices: their checks say what this build supports.
+# The same functions for both devices: they look where the tensors are.
 for _key in ("CPU", "CUDA"):
     _library.impl("rope_concat", _rope_concat, _key)
     _library.impl("segment_attention", _segment_attention, _key)

@@ -1,5 +1,5 @@
 # Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
-"""`merge_states` on plain CPU tensors: checks, then one call into the compiled code."""
+"""`merge_states` on plain tensors: checks, then one call into the compiled code."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kvspeed.ops import checks as check
+from kvspeed.ops.device import gpu_of
 from kvspeed.ops.native import _C, DTYPE_CODES, isa_variable
 
 __all__ = ["run"]
@@ -21,13 +22,15 @@ def run(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Ten
     lse_b = check.shape("lse_b", check.tensor("lse_b", lse_b, torch.float32), shape[:3], "float32 [B, H, S]")
     check.head_stride("out_a", out_a)
     check.head_stride("out_b", out_b)
+    for name, given in (("lse_a", lse_a), ("out_b", out_b), ("lse_b", lse_b)):
+        check.on_device(name, given, out_a.device, "out_a")
 
     out = check.empty_like(out_a)
-    lse = torch.empty(shape[:3], dtype=torch.float32)
+    lse = torch.empty(shape[:3], dtype=torch.float32, device=out_a.device)
     batch, heads, tokens, head_dim = shape
     if lse.numel() == 0:
         return out, lse
-    _C.merge_states(
+    arguments = (
         DTYPE_CODES[out_a.dtype],
         DTYPE_CODES[out_b.dtype],
         batch,
@@ -45,8 +48,10 @@ def run(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Ten
         out.data_ptr(),
         out.stride()[:3],
         lse.data_ptr(),
-        torch.get_num_threads(),
-        isa_variable.get(),
-        None,
     )
+    gpu = gpu_of(out_a)
+    if gpu is None:
+        _C.merge_states(*arguments, torch.get_num_threads(), isa_variable.get(), None)
+    else:
+        gpu.launch(gpu.module.merge_states, arguments)
     return out, lse

@@ -31,7 +31,6 @@ __all__ = [
     "cpu_isas",
     "current_isa",
     "isa_variable",
-    "no_cuda_reason",
 ]
 
 # The numbers of kvspeed_dtype in kvspeed.h.
@@ -97,9 +96,3 @@ def cpu_isa(name: str) -> Iterator[None]:
         yield
     finally:
         isa_variable.reset(token)
-
-
-def no_cuda_reason() -> str:
-    """What to tell someone who gave a CUDA tensor, naming what there is."""
-    built = ", ".join(str(isa) for isa in _C.build_info().get("isas", [])) or "baseline"
-    return f"this version of kvspeed has no CUDA kernels, only those for CPUs ({built}): move the tensors to the CPU"
