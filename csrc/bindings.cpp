@@ -15,6 +15,10 @@
 #include <string>
 #include <vector>
 
+#ifdef KVSPEED_SIMT
+#include "simt/options.h"
+#endif
+
 namespace py = pybind11;
 
 namespace {
@@ -59,7 +63,13 @@ thread_local Scratch scratch;
 void check(kvspeed_status status, const char* name) {
   if (status == KVSPEED_OK) return;
   std::string text = std::string("kvspeed ") + name + ": " + kvspeed_status_string(status);
-  if (status == KVSPEED_DEVICE_ERROR) text += std::string(" (") + kvspeed_cuda_last_error() + ")";
+  if (status == KVSPEED_DEVICE_ERROR) {
+#ifdef KVSPEED_SIMT
+    text += ": " + kvspeed::simt::take_error();
+#else
+    text += std::string(": ") + kvspeed_cuda_last_error();
+#endif
+  }
   throw std::runtime_error(text);
 }
 
@@ -352,4 +362,11 @@ PYBIND11_MODULE(KVSPEED_MODULE_NAME, m) {
   m.def("advise_huge_pages",
         [](uintptr_t data, size_t bytes) { kvspeed_advise_huge_pages(pointer<void>(data), bytes); });
   m.def("build_info", &build_info);
+#ifdef KVSPEED_SIMT
+  m.def("simt_schedule", [](int schedule, uint64_t seed) {
+    kvspeed::simt::options().schedule = static_cast<kvspeed::simt::Schedule>(schedule);
+    kvspeed::simt::options().seed = seed;
+  });
+  m.def("simt_launches", [] { return kvspeed::simt::stats().launches; });
+#endif
 }

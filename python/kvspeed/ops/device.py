@@ -215,8 +215,8 @@ def _look(index: int) -> Gpu | str:
     if not info["cuda"]:
         built = ", ".join(info["isas"]) or "baseline"
         return (
-            f"this build of kvspeed has no CUDA kernels, only those for CPUs ({built}): install it again where nvcc is "
-            "on the PATH, or move the tensors to the CPU"
+            f"{_C.cuda_device_count()[1]}. It has those for CPUs ({built}): move the tensors to the CPU, or install "
+            "kvspeed again where nvcc can be found"
         )
     count, message = _C.cuda_device_count()
     if index >= count:
