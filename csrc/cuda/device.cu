@@ -106,9 +106,14 @@ const char* why_no_device(cudaError_t error) {
   if (error != cudaErrorInsufficientDriver) return cudaGetErrorString(error);
   int version = 0;
   if (cudaDriverGetVersion(&version) != cudaSuccess || version == 0) return "there is no NVIDIA driver";
-  static_assert(CUDART_VERSION >= 12040 && CUDART_VERSION < 14000, "which driver does this toolkit need?");
-  return CUDART_VERSION >= 13000 ? "the NVIDIA driver is too old: kernels built with CUDA 13 need driver 580 or newer"
-                                 : "the NVIDIA driver is too old: kernels built with CUDA 12 need driver 525 or newer";
+  switch (CUDART_VERSION / 1000) {
+    case 12:
+      return "the NVIDIA driver is too old: kernels built with CUDA 12 need driver 525 or newer";
+    case 13:
+      return "the NVIDIA driver is too old: kernels built with CUDA 13 need driver 580 or newer";
+    default:
+      return "the NVIDIA driver is older than the CUDA version that the kernels were built with";
+  }
 }
 
 }  // namespace
