@@ -254,6 +254,11 @@ struct Grid {
   unsigned x, y, z;
 };
 
+// Every launcher says first what its call works on. A GPU has no use for it; the emulator then lets kernels touch these
+// tensors and the workspace, byte for byte, and nothing else.
+template <class Args, class Execution>
+void announce(const Args&, const Execution&) {}
+
 // Launches `kernel(params)`; 0 or the runtime's error number. More than 48 KB of shared memory is asked for first.
 template <class Params>
 int launch(void (*kernel)(Params), Grid grid, int threads, int shared_bytes, Stream stream, const Params& params) {
