@@ -19,6 +19,7 @@ from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from kvspeed import ops
+from kvspeed.ops.attention import covers
 from kvspeed.plan import DeepPlan, Plan
 from kvspeed.rope import RopeSpec
 from kvspeed.segment import Segment
@@ -27,9 +28,10 @@ __all__ = ["NAME", "register"]
 
 NAME = "kvspeed"
 
-# Up to this many query tokens the kernel beats SDPA with an explicit mask over a long past; measured in bench/.
+# Up to this many query tokens the CPU kernel beats SDPA with an explicit mask over a long past; measured in bench/. On
+# CUDA the kernel takes them all: with an explicit mask SDPA has no flash kernel, and the mask is B * S * T bytes.
+# A prompt with nothing before it needs no mask and goes to SDPA on both.
 _MAX_KERNEL_QUERIES = 64
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def register() -> None:
@@ -57,10 +59,10 @@ def attention_forward(
     if plan is not None:
         index: int = module.layer_idx  # type: ignore[assignment]
         if plan.deep is not None and index >= plan.deep.spec.k:
-            out = _deep(plan.deep, query, key, value, scale, softcap, window, dropout, plan.kernels)
+            out = _deep(plan, plan.deep, index, query, key, value, scale, softcap, window, dropout)
             return out.transpose(1, 2).contiguous(), None
         segments = plan.cache.layer(index).segments if plan.cache is not None else None
-        few = query.shape[2] <= _MAX_KERNEL_QUERIES and (plan.past > 0 or query.shape[2] == 1)
+        few = query.shape[2] == 1 or (plan.past > 0 and (query.is_cuda or query.shape[2] <= _MAX_KERNEL_QUERIES))
         kernel = plan.kernels and _covered(query, key, value)
         if segments and not kernel:
             key, value = _materialised(plan, module._kvspeed.rope, index, key, value)  # type: ignore[union-attr, arg-type]
@@ -73,15 +75,10 @@ def attention_forward(
 
 
 def _covered(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether the kernels take such tensors."""
-    size = query.shape[-1]
-    return (
-        query.device.type == "cpu"
-        and query.dtype in _DTYPES
-        and size % 8 == 0
-        and size <= 256
-        and not (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
-    )
+    """Whether the kernels take such tensors; where not, the model's own attention serves."""
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+        return False
+    return covers(query)
 
 
 def _segments(
@@ -97,21 +94,22 @@ def _segments(
 ) -> torch.Tensor:
     assert plan.cache is not None
     layer = plan.cache.layer(index)
-    segments, start, first = layer.segments, layer.prefix + layer.start, plan.first
-    copied = plan.cache.assembled - layer.prefix
-    if copied and first is not None:  # packets were copied to the tail's front; the rows' padding comes after them
+    segments, start = layer.segments, layer.prefix + layer.start
+    first = plan.first(query.device, layer.start)
+    copied = plan.cache.assembled - layer.prefix if first is not None else 0
+    if copied:  # packets were copied to the tail's front; the rows' padding comes after them
         segments = [Segment(key[:, :, :copied], value[:, :, :copied])]
         key, value, start = key[:, :, copied:], value[:, :, copied:], copied
-    if first is not None and layer.start:
-        first = (first - layer.start).clamp_min(0)
     attend = functools.partial(
         ops.segment_attention, inv_freq=inv_freq, scale=scale, softcap=softcap, window=window, tail_start=start
     )
-    if window is None or first is None or not segments:
-        return attend(query, segments, key, value, tail_first=first)  # type: ignore[return-value]
+    if window is None or plan.padding is None or not segments:
+        return attend(  # type: ignore[return-value]
+            query, segments, key, value, tail_first=first, **plan.tail(index, copied)
+        )
     # Padding lies between the segments and the row's first token, so distances to the segments differ by row.
     rows = []
-    for row, skip in enumerate(first.tolist()):
+    for row, skip in enumerate((plan.padding - layer.start).clamp_min(0).tolist()):  # on the host: nothing waits
         skip = min(skip, key.shape[2])
         new = min(query.shape[2], key.shape[2] - skip)
         out = torch.zeros_like(query[row : row + 1])
@@ -121,6 +119,7 @@ def _segments(
                 [_one_row(segment, row) for segment in segments],
                 key[row : row + 1, :, skip:],
                 value[row : row + 1, :, skip:],
+                **plan.tail(index, copied + skip, row),
             )
         rows.append(out)
     return torch.cat(rows)
@@ -163,7 +162,9 @@ def _one_row(segment: Segment, row: int) -> Segment:
 
 
 def _deep(
+    plan: Plan,
     deep: DeepPlan,
+    index: int,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -171,18 +172,15 @@ def _deep(
     softcap: float,
     window: int | None,
     dropout: float,
-    kernels: bool,
 ) -> torch.Tensor:
     """The layers >= k: few keys (anchors and answers), and every column sees its own choice of them."""
     if query.shape[2] == 0:
         return query
-    mask = deep.mask(window)
-    if mask is None and kernels and _covered(query, key, value):
+    mask = deep.mask(window, query.device)
+    if mask is None and plan.kernels and _covered(query, key, value):
         return ops.segment_attention(  # type: ignore[return-value]
-            query, [], key, value, inv_freq=None, scale=scale, softcap=softcap
+            query, [], key, value, inv_freq=None, scale=scale, softcap=softcap, **plan.tail(index)
         )
-    if mask is not None:
-        mask = mask.to(query.device)
     if not softcap:
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale, enable_gqa=query.shape[1] != key.shape[1]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicCache
 
+from kvspeed.devices import to_device
 from kvspeed.rule import SpeedSpec
 from kvspeed.segment import Segment
 from kvspeed.segment_layer import SegmentLayer
@@ -53,6 +54,7 @@ class KVCache(DynamicCache):
         self.prefix_ids: list[int] | None = None  # token ids of an assembled prefix
         self.plain_mask = True  # whether the attention mask was left padding and nothing more
         self._before: list[int] = []  # tail lengths before the forward that is running
+        self._first: tuple[torch.Tensor, dict[tuple[torch.device, int], torch.Tensor]] | None = None
 
     def _effective(self, spec: SpeedSpec | None) -> SpeedSpec | None:
         return spec if spec is not None and spec.k < self.num_layers else None
@@ -93,16 +95,16 @@ class KVCache(DynamicCache):
             layer.adopt(keys[index].unsqueeze(0), values[index].unsqueeze(0), length)
         self.assembled = length
 
-    def set_anchor(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """SPEED: the KV of the first tokens in layers >= k, `[L - k, 1, H_kv, anchor_tokens, D]` each (copied)."""
+    def set_anchor(self, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+        """SPEED: the KV of the first tokens in each layer >= k, `[1, H_kv, anchor_tokens, D]` a layer (copied)."""
         if self.spec is None:
             raise ValueError("this cache has no SPEED depth, so it takes no anchor")
-        if keys.shape[0] != self.num_layers - self.spec.k:
-            raise ValueError(f"keys have {keys.shape[0]} layers; the anchor lives in {self.num_layers - self.spec.k}")
+        if len(keys) != self.num_layers - self.spec.k:
+            raise ValueError(f"keys have {len(keys)} layers; the anchor lives in {self.num_layers - self.spec.k}")
         for index, layer in enumerate(self._layers()[self.spec.k :]):
             layer.length = 0
             layer.update(keys[index], values[index])
-        self.deep_slots = list(range(keys.shape[3]))
+        self.deep_slots = list(range(keys[0].shape[2]))
 
     def reserve(self, positions: int, answers: int | None = None) -> None:
         """Make room for `positions` in the layers that hold prompts, and for `answers` tokens in those that do not."""
@@ -112,6 +114,16 @@ class KVCache(DynamicCache):
             elif self.spec is not None:
                 anchors = min(self.spec.anchor_tokens, positions)
                 layer.reserve(layer.length + anchors + 1 + (positions if answers is None else answers))
+
+    def first(self, padding: torch.Tensor, device: torch.device, skip: int = 0) -> torch.Tensor:
+        """`padding`, less `skip`, as int32 `[B]` on `device`; kept, so that a decoding step brings nothing there."""
+        if self._first is None or self._first[0] is not padding:
+            self._first = (padding, {})
+        found = self._first[1].get((device, skip))
+        if found is None:
+            found = to_device((padding - skip).clamp_min(0).to(torch.int32), device)
+            self._first[1][device, skip] = found
+        return found
 
     # ---- turns -----------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from transformers.generation import GenerationMixin
 from kvspeed.cache import KVCache
 from kvspeed.hooks import PROMPT_END
 
-__all__ = ["generate", "prepare_inputs", "slices_inputs"]
+__all__ = ["generate", "prepare_inputs", "slices_inputs", "undo_of"]
 
 _DYNAMIC = (
     None,
@@ -58,7 +58,7 @@ def generate(self: Any, inputs: torch.Tensor | None = None, *args: Any, **kwargs
             return call(self, inputs, *args, **kwargs)
         finally:
             PROMPT_END.reset(token)
-    undo = _undo(given)
+    undo = undo_of(given)
     try:
         cache = _cache(self, state, given)
         if prompt_end is not None:
@@ -119,7 +119,7 @@ def _cache(model: Any, state: Any, given: Any) -> KVCache:
     return given
 
 
-def _undo(given: Any) -> Callable[[], None]:
+def undo_of(given: Any) -> Callable[[], None]:
     """What puts the caller's cache back as it was, where `generate` fails or is interrupted."""
     if isinstance(given, KVCache):
         snapshot = given.snapshot()

@@ -166,7 +166,8 @@ def _padding(cache: KVCache | None, mask: Any, tokens: int) -> tuple[torch.Tenso
     if cache is not None and answering and tokens == 1:
         return known, cache.plain_mask  # a decode step adds a column of ones: what the prompt's forward found holds
     prefix = cache.assembled if cache is not None else 0
-    hidden = (mask[:, prefix:] == 0).cpu()
+    mask = mask.cpu()  # the one wait for the device, once a prompt
+    hidden = mask[:, prefix:] == 0
     padding = hidden.to(torch.long).cumprod(1).sum(1)
     plain = bool((hidden.sum(1) == padding).all()) and bool((mask[:, :prefix] != 0).all())
     return (padding if bool(padding.any()) else None), plain

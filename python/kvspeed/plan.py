@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from kvspeed.devices import to_device
 from kvspeed.rule import SpeedSpec
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ class Plan:
         plain_mask: whether the attention mask was left padding and nothing more.
         kernels: whether `ops.segment_attention` may serve this forward (no gradients, no dropout, no weights wanted).
         deep: what layers >= k do; None where every layer takes every token.
+        tail_length: for a step of `kvspeed.graph`, whose `update` gives the whole storage: `(layer, skip)` -> int32
+            `[B]` on the layer's device, how many of its tokens from `skip` on are there. None: what `update` gives.
     """
 
     cache: KVCache | None
@@ -43,11 +45,20 @@ class Plan:
     plain_mask: bool
     kernels: bool
     deep: DeepPlan | None = None
+    tail_length: Callable[[int, int], torch.Tensor] | None = None
 
-    @cached_property
-    def first(self) -> torch.Tensor | None:
-        """`padding` as the kernels take it: int32 `[B]`."""
-        return self.padding.to(torch.int32) if self.padding is not None else None
+    def tail(self, layer: int, skip: int = 0, row: int | None = None) -> dict[str, torch.Tensor]:
+        """The keyword that tells `segment_attention` how long the tail is, where its shape does not."""
+        if self.tail_length is None:
+            return {}
+        length = self.tail_length(layer, skip)
+        return {"tail_length": length if row is None else length[row : row + 1]}
+
+    def first(self, device: torch.device, skip: int = 0) -> torch.Tensor | None:
+        """`padding`, less `skip` tokens, as the kernels take it: int32 `[B]` on `device`."""
+        if self.padding is None or self.cache is None:
+            return None
+        return self.cache.first(self.padding, device, skip)
 
 
 class Keys(NamedTuple):
@@ -83,6 +94,7 @@ class DeepPlan:
         new_slots: slots of the columns that stay, the anchor area aside.
         new_anchor_only: those of them that only rows see in which they are anchors.
         area: the anchor area's `(columns, count of each row, end)` in padded rows, else None.
+        whole: whether the columns are all tokens of the forward, in order, so that there is nothing to gather.
     """
 
     spec: SpeedSpec
@@ -98,7 +110,9 @@ class DeepPlan:
     new_slots: list[int] = field(default_factory=list)
     new_anchor_only: set[int] = field(default_factory=set)
     area: tuple[int, torch.Tensor, int] | None = None
+    whole: bool = False
     _masks: dict[int | None, torch.Tensor | None] = field(default_factory=dict)
+    _moved: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     _gathered: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     @property
@@ -107,7 +121,9 @@ class DeepPlan:
 
     def gather(self, tensor: torch.Tensor, batch: int) -> torch.Tensor:
         """The columns of `tensor` `[B or 1, T, ...]`."""
-        index = self.index.to(tensor.device)
+        if self.whole:
+            return tensor
+        index = self._on(self.index, tensor.device)
         if tensor.shape[0] == 1 and index.shape[0] == 1:
             return tensor[:, index[0]]
         tensor = tensor.expand(batch, *tensor.shape[1:])
@@ -122,20 +138,36 @@ class DeepPlan:
             self._gathered[id(tensor)] = found
         return found[1]
 
-    def mask(self, window: int | None) -> torch.Tensor | None:
-        """bool `[B or 1, 1, Q, N]`, True where a column sees a key; None where each sees all."""
+    def _on(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """One of the plan's own tensors on `device`, brought there once for all layers."""
+        if tensor.device == device:
+            return tensor
+        found = self._moved.get((id(tensor), device))
+        if found is None:
+            found = self._moved[id(tensor), device] = (
+                tensor,
+                to_device(tensor, device),
+            )  # the first keeps its id taken
+        return found[1]
+
+    def mask(self, window: int | None, device: torch.device) -> torch.Tensor | None:
+        """bool `[B or 1, 1, Q, N]` on `device`, True where a column sees a key; None where each sees all."""
         if window not in self._masks:
             self._masks[window] = self._build_mask(window)
-        return self._masks[window]
+        mask = self._masks[window]
+        return None if mask is None else self._on(mask, device)
 
     def _build_mask(self, window: int | None) -> torch.Tensor | None:
         if self.plain and window is None:
             return None
+        visible = self.visible(window)
+        return None if self.plain and bool(visible.all()) else visible
+
+    def visible(self, window: int | None) -> torch.Tensor:
+        """The rule, and the window, as bool `[B or 1, 1, Q, N]`; on the device where the plan's own tensors are."""
         keys = self.keys()
         query, key = self.query_slot[:, :, None], keys.slot[:, None, :]
         near = query - key < window if window is not None else None
-        if self.plain and near is not None and bool(near.all()):
-            return None
         seen = (key - self.padding[:, :, None]) < self.spec.anchor_tokens
         if self.spec.upper_attention == "causal":
             seen = seen | (keys.answer if keys.answer.ndim == 3 else keys.answer[:, None, :])
@@ -149,13 +181,13 @@ class DeepPlan:
     def store(self, layer: SegmentLayer, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the columns' KV `[B, H_kv, Q, D]` into a deep layer; returns all keys and values of this forward."""
         if self.order is not None:
-            order = self.order.to(key.device)
+            order = self._on(self.order, key.device)
             key, value = key[:, :, order], value[:, :, order]
         at = layer.length
         if self.anchors:
             if self.arriving is not None and layer.length > 0:
                 old_key, old_value = layer.view(self.anchors)
-                arriving = self.arriving.to(key.device)[:, None, :, None]
+                arriving = self._on(self.arriving, key.device)[:, None, :, None]
                 layer.write(
                     torch.where(arriving, key[:, :, : self.anchors], old_key),
                     torch.where(arriving, value[:, :, : self.anchors], old_value),
@@ -222,6 +254,7 @@ def _plan_uniform(spec: SpeedSpec, cache: KVCache | None, past: int, tokens: int
         order=order,
         kept=kept,
         new_slots=stored[:kept],
+        whole=columns == list(range(past, end)),
     )
 
 
@@ -288,6 +321,7 @@ def _plan_padded(
         new_slots=stored[:kept],
         new_anchor_only=new_hidden,
         area=(area, count, area_end),
+        whole=not anchors and plain_columns == list(range(past, end)),
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -45,6 +46,10 @@ class RopeSpec:
     layers: int
     kinds: tuple[str, ...]
 
+    @cached_property
+    def _rows(self) -> tuple[torch.Tensor, ...]:
+        return tuple(self.inv_freq) if self.inv_freq.ndim == 2 else ()
+
     @classmethod
     def from_model(cls, model: nn.Module) -> RopeSpec:
         """Read the rotary embedding of `model`.
@@ -56,8 +61,9 @@ class RopeSpec:
         arch = architecture(model)
         base: Any = base_model(model)
         rows, kinds = [], []
+        read: dict[tuple[int, str], torch.Tensor] = {}  # layers share buffers, and each reading waits for the device
         for index, layer in enumerate(base.layers):
-            row, kind = _layer_row(base, layer, index)
+            row, kind = _layer_row(base, layer, index, read)
             rows.append(row)
             kinds.append(kind)
         width = {row.numel() for row in rows}
@@ -76,8 +82,8 @@ class RopeSpec:
         )
 
     def layer(self, index: int) -> torch.Tensor:
-        """`inv_freq` of layer `index`: float32 `[R/2]`."""
-        return self.inv_freq if self.inv_freq.ndim == 1 else self.inv_freq[index]
+        """`inv_freq` of layer `index`: float32 `[R/2]`. The same tensor at each call: kernels keep tables by it."""
+        return self.inv_freq if self.inv_freq.ndim == 1 else self._rows[index]
 
     def first(self, layers: int) -> torch.Tensor:
         """`inv_freq` of the first `layers` layers, as `ops.rope_concat` takes it."""
@@ -132,7 +138,9 @@ def _fresh(rotary: Any) -> Any:
         return type(rotary)(config=rotary.config)
 
 
-def _layer_row(base: Any, layer: nn.Module, index: int) -> tuple[torch.Tensor, str]:
+def _layer_row(
+    base: Any, layer: nn.Module, index: int, read: dict[tuple[int, str], torch.Tensor]
+) -> tuple[torch.Tensor, str]:
     """`inv_freq` (float32 [R/2]) and rope type of one layer."""
     layer_types = getattr(base.config, "layer_types", None)
     layer_type = layer_types[index] if layer_types else None
@@ -148,10 +156,12 @@ def _layer_row(base: Any, layer: nn.Module, index: int) -> tuple[torch.Tensor, s
             f"this model's RoPE is {kind!r}, and {_REFUSED[kind]}, so that keys cannot be moved by one rotation; "
             "supported are default, linear, llama3, yarn and partial or proportional rotary"
         )
-    row = getattr(rotary, name)
-    if row.dtype != torch.float32:
-        row = getattr(_fresh(rotary), name)
-    row = row.detach().float().cpu()
+    row = read.get((id(rotary), name))
+    if row is None:
+        row = getattr(rotary, name)
+        if row.dtype != torch.float32:
+            row = getattr(_fresh(rotary), name)
+        row = read[id(rotary), name] = row.detach().float().cpu()
     if not _uses_rope(base.config, layer, index):
         return torch.zeros_like(row), "none"
     return row.clone(), kind

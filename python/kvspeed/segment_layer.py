@@ -74,6 +74,17 @@ class SegmentLayer(CacheLayerMixin):
             self._key = _moved(self._key, 0, self.length, self.capacity)
             self._value = _moved(self._value, 0, self.length, self.capacity)
 
+    def open(self, room: int) -> None:
+        """Fix the storage's place for the next `room` tokens, which are written there by index; nothing is forgotten."""
+        assert self._key is not None and self._value is not None
+        length, capacity = self.length, self._key.shape[2]
+        if capacity < length + room:
+            self.capacity = length + room
+        elif not self._key.is_inference() or torch.is_inference_mode_enabled():
+            return
+        self._key = _moved(self._key, 0, length, max(capacity, length + room))
+        self._value = _moved(self._value, 0, length, max(capacity, length + room))
+
     def forget(self) -> None:
         """Drop what lies before the window, now and then: each call that does moves one window of tokens."""
         if self.window is None or self._key is None or self._value is None or self.length < 2 * self._keep():

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Any, Literal
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 
 from kvspeed import ops
 from kvspeed.cache import KVCache
+from kvspeed.devices import layer_devices
 from kvspeed.models import base_model
 from kvspeed.packet.belongs import check_blocks
 from kvspeed.packet.build import max_positions, rope_of
@@ -82,7 +83,6 @@ def lay_out(blocks: list[Packet], model: nn.Module, mode: str, slots: int) -> KV
 
 
 def _set_segments(cache: KVCache, blocks: list[Packet], starts: list[int], length: int, model: nn.Module) -> None:
-    devices = _layer_devices(model)
     windows = getattr(base_model(model).config, "sliding_window", None)
     for block in blocks:
         if block.positions is not None and windows:
@@ -90,20 +90,31 @@ def _set_segments(cache: KVCache, blocks: list[Packet], starts: list[int], lengt
                 f"{block!r} has tokens removed, and this model has sliding windows, in which removed tokens cannot be "
                 "placed yet: use packets with all their tokens"
             )
-    per_layer = []
-    for index in range(cache.depth):
-        segments = []
-        for block, start in zip(blocks, starts, strict=True):
-            key, value = (tensor.to(devices[index]) for tensor in block.layer(index))
-            segments.append(Segment(key, value, start))
-        per_layer.append(segments)
+    devices = layer_devices(model)[: cache.depth]
+    placed: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # a block that occurs twice is moved once
+    for block in blocks:
+        if id(block) not in placed:
+            placed[id(block)] = _layers_on(block, devices)
+    per_layer = [
+        [Segment(*placed[id(block)][index], start) for block, start in zip(blocks, starts, strict=True)]
+        for index in range(cache.depth)
+    ]
     cache.set_segments(per_layer, length)
+
+
+def _layers_on(block: Packet, devices: list[torch.device]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values of each layer on its device: where they lie, or moved in one copy a run of layers."""
+    placed: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for device, run in groupby(devices):
+        layers = slice(len(placed), len(placed) + len(list(run)))
+        placed += zip(block.keys[layers].to(device), block.values[layers].to(device), strict=True)
+    return placed
 
 
 def _set_storage(
     cache: KVCache, blocks: list[Packet], starts: list[int], length: int, slots: int, model: nn.Module
 ) -> None:
-    devices = set(_layer_devices(model))
+    devices = set(layer_devices(model)[: cache.depth])
     if len(devices) > 1:
         raise ValueError(
             f"mode: 'copy' writes all layers in one launch, and this model is spread over {len(devices)} devices: use "
@@ -118,7 +129,8 @@ def _set_storage(
         )
     device = devices.pop()
     rope: RopeSpec = rope_of(model)
-    moved = [block.to(device) for block in blocks]
+    once = {id(block): block.to(device) for block in blocks}  # a block that occurs twice is moved once
+    moved = [once[id(block)] for block in blocks]
     shape = (cache.depth, blocks[0].keys.shape[1], slots, blocks[0].keys.shape[3])
     keys = ops.empty_huge(shape, blocks[0].dtype, device)
     values = ops.empty_huge(shape, blocks[0].dtype, device)
@@ -143,8 +155,11 @@ def _set_anchor(cache: KVCache, first: Packet, count: int, model: nn.Module) -> 
             f"token(s): put a block of at least {count} token(s) first that was built with this patch"
         )
     # the anchor is the first tokens' KV in the layers from k on; it never moves, and does not depend on what follows
-    device = _layer_devices(model)[cache.depth]
-    cache.set_anchor(keys[:, None, :, :count].to(device), values[:, None, :, :count].to(device))
+    devices = layer_devices(model)[cache.depth :]
+    cache.set_anchor(
+        [key[None, :, :count].to(device) for key, device in zip(keys, devices, strict=True)],
+        [value[None, :, :count].to(device) for value, device in zip(values, devices, strict=True)],
+    )
 
 
 def _slots(capacity: int | None, length: int, model: nn.Module) -> int:
@@ -180,8 +195,3 @@ def pad_id(model: nn.Module) -> int:
             if isinstance(value, int) and value >= 0:
                 return value
     return 0
-
-
-def _layer_devices(model: nn.Module) -> list[torch.device]:
-    layers: Any = base_model(model).layers
-    return [next(layer.parameters()).device for layer in layers]

@@ -10,6 +10,7 @@ from torch import nn
 
 from kvspeed import ops
 from kvspeed.cache import KVCache
+from kvspeed.devices import layer_devices
 from kvspeed.models import base_model
 from kvspeed.patch import patched, state_of
 from kvspeed.rule import SpeedSpec
@@ -77,9 +78,10 @@ def prompt_kv(
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         shape = (cache.depth, heads, tokens, size)
         weight = next(base.parameters())
-        keys = ops.empty_huge(shape, weight.dtype, given[0].device)
-        values = ops.empty_huge(shape, weight.dtype, given[0].device)
-        cache.set_storage(keys, values, 0)
+        home, devices = given[0].device, set(layer_devices(model)[: cache.depth])
+        keys, values = (ops.empty_huge(shape, weight.dtype, home) for _ in range(2))
+        if devices == {home}:
+            cache.set_storage(keys, values, 0)  # the layers write where the result shall be
         cache.begin_turn(tokens + 1)  # every token is prompt, and none of them the last one
         base(
             input_ids=input_ids,
@@ -88,7 +90,17 @@ def prompt_kv(
             use_cache=True,
             **{state.cache_name: cache},
         )
+    if devices != {home}:  # a model on several devices: each layer's KV was kept on its own, and is brought together
+        for index in range(cache.depth):
+            key, value = cache.layer(index).view(tokens)
+            keys[index].copy_(key[0])
+            values[index].copy_(value[0])
     if spec is None or anchor_tokens == 0:
         return PromptKV(keys, values, None, None)
     deep = [cache.layer(index).view(min(anchor_tokens, tokens)) for index in range(spec.k, layers)]
-    return PromptKV(keys, values, torch.cat([key for key, _ in deep]), torch.cat([value for _, value in deep]))
+    return PromptKV(
+        keys,
+        values,
+        torch.cat([key.to(home) for key, _ in deep]),
+        torch.cat([value.to(home) for _, value in deep]),
+    )
