@@ -12,6 +12,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for a hub
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import backends
 import pytest
 import tiny_models
 import torch
@@ -24,6 +25,40 @@ def fresh_seed() -> None:
     print(f"KVSPEED_TEST_SEED={seed}")
     torch.manual_seed(seed)
     random.seed(seed)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "every_isa: run on every instruction set of this CPU, not only on the best one")
+    config.addinivalue_line("markers", "without(*backends): do not run on these; see backends.py")
+    config.addinivalue_line("markers", "attention: leave out what a GPU's segment_attention refuses")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that uses `backend` runs on each."""
+    if "backend" in metafunc.fixturenames:
+        marker = metafunc.definition.get_closest_marker
+        without = marker("without").args if marker("without") else ()
+        names = backends.names(every_isa=marker("every_isa") is not None, without=without)
+        metafunc.parametrize("backend", names, indirect=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what no GPU takes; test_ops_devices.py asserts that it is refused."""
+
+    def refused(item: pytest.Item) -> bool:
+        parameters = getattr(getattr(item, "callspec", None), "params", {})
+        return item.get_closest_marker("attention") is not None and backends.leaves_out(
+            parameters.get("backend", ""), parameters
+        )
+
+    items[:] = [item for item in items if not refused(item)]
+
+
+@pytest.fixture
+def backend(request: pytest.FixtureRequest, fresh_seed: None) -> Iterator[str]:
+    """The backend that `backends.ops` runs on: an instruction set, "cpu" (the best of them), "simt" or "cuda"."""
+    with backends.running(request.param):
+        yield request.param
 
 
 @pytest.fixture(params=tiny_models.ARCHITECTURES)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Sequence
 
+import backends
 import torch
 from torch import Tensor
 
@@ -68,7 +69,12 @@ def embed(values: Tensor, *, order: Sequence[int] | None = None, gap: int = 1, s
 
 
 def lazy_storage(elements: int, dtype: torch.dtype) -> Tensor:
-    """A flat tensor that may be far larger than the memory: pages come to exist where they are touched."""
+    """A flat tensor of zeros that may be far larger than the memory: pages come to exist where they are touched.
+
+    On a GPU there is no such thing; it has the memory, and the tensor lies there.
+    """
+    if backends.on_cuda():
+        return torch.zeros(elements, dtype=dtype, device="cuda")
     size = elements * dtype.itemsize
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
     return torch.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=dtype)

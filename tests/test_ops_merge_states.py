@@ -9,18 +9,13 @@ import math
 import pytest
 import reference
 import torch
+from backends import ops
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kvspeed import ops
-from op_cases import DTYPES, every_isa
+from op_cases import DTYPES
 from poison import embed, lazy_storage
 
-
-@pytest.fixture(autouse=True)
-def isa(request):
-    """The instruction set of a test: the best, unless the test asks for every one."""
-    with ops.cpu_isa(getattr(request, "param", "auto")):
-        yield
+pytestmark = pytest.mark.usefixtures("backend")
 
 
 def state(shape=(2, 3, 4, 64), dtype=torch.float32, spread=3.0):
@@ -29,6 +24,7 @@ def state(shape=(2, 3, 4, 64), dtype=torch.float32, spread=3.0):
 
 def check(out_a, lse_a, out_b, lse_b):
     out, lse = ops.merge_states(out_a, lse_a, out_b, lse_b)
+    out_a, lse_a, out_b, lse_b = (x.cpu() for x in (out_a, lse_a, out_b, lse_b))
     assert out.dtype == out_a.dtype and lse.dtype == torch.float32 and lse.is_contiguous()
     truth, truth_lse = reference.merge_states(out_a, lse_a, out_b, lse_b)
     own, own_lse = reference.merge_states_torch(out_a, lse_a, out_b, lse_b)
@@ -38,7 +34,7 @@ def check(out_a, lse_a, out_b, lse_b):
     return out, lse
 
 
-@every_isa
+@pytest.mark.every_isa
 @pytest.mark.parametrize(("dtype_a", "dtype_b"), itertools.product(DTYPES, DTYPES))
 def test_dtypes(dtype_a, dtype_b):
     for head_dim in (1, 7, 8, 46, 64, 96, 128, 256, 512):
@@ -46,7 +42,7 @@ def test_dtypes(dtype_a, dtype_b):
         check(*state(shape, dtype_a), *state(shape, dtype_b))
 
 
-@every_isa
+@pytest.mark.every_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_empty_states(dtype):
     some, nothing = state(dtype=dtype), (torch.zeros(2, 3, 4, 64, dtype=dtype), torch.full((2, 3, 4), -math.inf))
@@ -62,7 +58,7 @@ def test_empty_states(dtype):
     check(*some, *mixed)
 
 
-@every_isa
+@pytest.mark.every_isa
 @pytest.mark.parametrize("level", [-1e5, -300.0, 0.0, 300.0, 1e5])
 def test_extreme_lse(level):
     a, b = state(), state()
@@ -78,7 +74,7 @@ def test_equal_states_are_kept():
     torch.testing.assert_close(lse, lse_a + math.log(2))
 
 
-@every_isa
+@pytest.mark.every_isa
 @pytest.mark.parametrize("shift", [0, 1, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_layouts(dtype, shift):
@@ -138,7 +134,7 @@ def test_merging_is_symmetric_and_associative():
         torch.testing.assert_close(one, other)
 
 
-@every_isa
+@pytest.mark.every_isa
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_anything(data):

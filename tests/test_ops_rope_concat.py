@@ -8,21 +8,16 @@ import itertools
 import pytest
 import reference
 import torch
+from backends import ops
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kvspeed import ops
-from op_cases import DTYPES, INTEGERS, OFFSETS, every_isa, frequencies, packets, run
+from op_cases import DTYPES, INTEGERS, OFFSETS, frequencies, packets, run
 from poison import embed
 
-
-@pytest.fixture(autouse=True)
-def isa(request):
-    """The instruction set of a test: the best, unless the test asks for every one."""
-    with ops.cpu_isa(getattr(request, "param", "auto")):
-        yield
+pytestmark = pytest.mark.usefixtures("backend")
 
 
-@every_isa
+@pytest.mark.every_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("head_dim", [2, 8, 46, 64, 80, 96, 112, 128, 256, 512])
@@ -33,14 +28,14 @@ def test_head_and_rotary_dims(head_dim, interleaved, dtype):
             run(keys, values, [7, -2, 0], frequencies(rotary_dim), start=1, interleaved=interleaved)
 
 
-@every_isa
+@pytest.mark.every_isa
 @pytest.mark.parametrize("head_dim", [1, 3, 7, 33])
 def test_odd_head_dims(head_dim):
     keys, values = packets([2, 5], head_dim=head_dim)
     run(keys, values, [3, -9], frequencies(head_dim - 1))
 
 
-@every_isa
+@pytest.mark.every_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("theta", [10000.0, 500000.0])
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -50,7 +45,7 @@ def test_offsets(theta, interleaved, dtype):
     run(keys, values, [2**30, -(2**31), 2**31, 12345678, 3, 4, 5], frequencies(64, theta), interleaved=interleaved)
 
 
-@every_isa
+@pytest.mark.every_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bits_survive(dtype):
     """-0.0, denormals, infinities and NaN payloads, quiet and signalling, where nothing is rotated."""
@@ -72,7 +67,7 @@ def test_bits_survive(dtype):
     assert not reference.same_bits(out_keys[0], key[0])
 
 
-@every_isa
+@pytest.mark.every_isa
 def test_rounding_to_nearest_even():
     """Every bfloat16 and float16 result is the float32 result, rounded once."""
     for dtype in (torch.bfloat16, torch.float16):
@@ -83,7 +78,7 @@ def test_rounding_to_nearest_even():
         assert (half == full.to(dtype)).double().mean() > 0.9999
 
 
-@every_isa
+@pytest.mark.every_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shared", [False, True])
 def test_frequencies_per_layer(shared, dtype):
@@ -137,7 +132,7 @@ def shifted(key, offset, inv_freq):
     return out
 
 
-@every_isa
+@pytest.mark.every_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_shifts_form_a_group(dtype):
     inv_freq = frequencies(64)
@@ -154,7 +149,7 @@ def test_shifts_form_a_group(dtype):
     assert ((pair_norms(once) - pair_norms(key)).abs() <= tolerance).all()
 
 
-@every_isa
+@pytest.mark.every_isa
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_anything(data):

@@ -9,18 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import reference
 import torch
+from backends import attention_dtypes, attention_head_dims, ops, small
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kvspeed import ops
 from kvspeed.segment import Segment
-from op_cases import DTYPES, OFFSETS, Case, every_isa, frequencies
+from op_cases import DTYPES, OFFSETS, Case, frequencies
 
-
-@pytest.fixture(autouse=True)
-def isa(request):
-    """The instruction set of a test: the best, unless the test asks for every one."""
-    with ops.cpu_isa(getattr(request, "param", "auto")):
-        yield
+pytestmark = [pytest.mark.usefixtures("backend"), pytest.mark.attention]
 
 
 def test_alone_returns_the_output_only():
@@ -29,7 +24,7 @@ def test_alone_returns_the_output_only():
     assert isinstance(out, torch.Tensor) and reference.same_bits(out, case.run()[0])
 
 
-@every_isa
+@pytest.mark.every_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [8, 16, 24, 40, 64, 80, 96, 112, 128, 192, 248, 256])
 def test_head_dims(head_dim, dtype):
@@ -37,7 +32,7 @@ def test_head_dims(head_dim, dtype):
         Case(head_dim=head_dim, dtype=dtype, rows=rows, lengths=(33, 1, 70), tail=6).check()
 
 
-@every_isa
+@pytest.mark.every_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 32, 71])
 def test_groups(group, dtype):
@@ -45,7 +40,7 @@ def test_groups(group, dtype):
         Case(heads=group * heads_kv, heads_kv=heads_kv, rows=rows, dtype=dtype, lengths=(65, 20)).check()
 
 
-@every_isa
+@pytest.mark.every_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rotary_dim", [0, 2, 16, 20, 32, 64])
@@ -56,7 +51,7 @@ def test_rotary_dims(rotary_dim, interleaved, dtype):
         case.check(interleaved=interleaved)
 
 
-@every_isa
+@pytest.mark.every_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_offsets(interleaved, dtype):
@@ -68,7 +63,7 @@ def test_offsets(interleaved, dtype):
         case.check(interleaved=interleaved)
 
 
-@every_isa
+@pytest.mark.every_isa
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 8, 16, 17, 64])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_query_rows_and_tails(rows, dtype):
@@ -83,10 +78,12 @@ LENGTHS = [(), (0,), (1,), (0, 0, 3, 0), (15, 16, 17), (63, 64, 65), (127, 129, 
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("tail", [0, 1, 130])
 def test_lengths(tail, lengths):
-    Case(lengths=lengths, tail=tail, dtype=random.choice(DTYPES), heads=6, rows=random.choice([1, 4])).check()
+    Case(
+        lengths=lengths, tail=tail, dtype=random.choice(attention_dtypes()), heads=6, rows=random.choice([1, 4])
+    ).check()
 
 
-@every_isa
+@pytest.mark.every_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_errors_are_pytorchs(dtype):
     """Over many cases, where luck evens out, the kernel's errors are no larger than PyTorch's."""
@@ -96,11 +93,16 @@ def test_errors_are_pytorchs(dtype):
 
 
 def test_many_segments():
-    case = Case(lengths=[random.randrange(12) for _ in range(150)], dtype=torch.bfloat16)
+    case = Case(lengths=[random.randrange(12) for _ in range(small(150, 50))], dtype=torch.bfloat16)
     case.check()
     case.check(split_tokens=16)
     case.segments = tuple(case.segments)
     case.check()
+
+
+def close(a, b):
+    """Equal to a few roundings of the dtype, and of the weights where the kernel rounds those too."""
+    torch.testing.assert_close(a, b, rtol=0, atol=8 * max(torch.finfo(a.dtype).eps, 1e-6))
 
 
 def test_the_same_segment_many_times():
@@ -110,26 +112,27 @@ def test_the_same_segment_many_times():
     out, lse = case.check()
     case.segments = case.segments[::-1]
     again, again_lse = case.check()
-    torch.testing.assert_close(out, again)
-    torch.testing.assert_close(lse, again_lse)
+    close(out, again)
+    close(lse, again_lse)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_long_and_accurate(dtype):
     """Errors do not grow with the length: many pieces are merged."""
-    case = Case(batch=1, heads=8, heads_kv=2, lengths=(20000, 12345), tail=100, dtype=dtype)
+    case = Case(batch=1, heads=8, heads_kv=2, lengths=small((20000, 12345), (1500, 700)), tail=100, dtype=dtype)
     case.check()
-    case.check(split_tokens=512)
+    case.check(split_tokens=small(512, 128))
 
 
-@every_isa
+@pytest.mark.every_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("split_tokens", [None, 1, 16, 64, 100, 4096])
 def test_a_row_does_not_depend_on_its_batch(split_tokens, dtype):
     lengths = (70, 0, 3) if split_tokens == 1 else (700, 0, 3, 256)
-    case = Case(batch=5, heads=6, lengths=lengths, tail=90, dtype=dtype)
+    lengths, tail = small((lengths, 90), ((7, 0, 3) if split_tokens == 1 else (140, 0, 3, 70), 20))
+    case = Case(batch=5, heads=6, lengths=lengths, tail=tail, dtype=dtype)
     case.segments[1].first = case.segments[0].first = torch.tensor([0, 1, 2, 60, 0], dtype=torch.int32)
-    tail_first = torch.tensor([0, 90, 13, 0, 1], dtype=torch.int32)
+    tail_first = torch.tensor([0, tail, 13, 0, 1], dtype=torch.int32)
     together = case.check(split_tokens=split_tokens, tail_first=tail_first)
     whole = (case.query, case.segments, case.tail_key, case.tail_value)
     for row in range(5):
@@ -153,19 +156,20 @@ def test_a_row_does_not_depend_on_its_batch(split_tokens, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 6])
 def test_runs_and_threads_give_the_same_bits(rows, dtype):
-    case = Case(heads=8, rows=rows, lengths=(1000, 500), tail=300, dtype=dtype)
+    case = Case(heads=8, rows=rows, lengths=small((1000, 500), (150, 70)), tail=small(300, 60), dtype=dtype)
     threads = torch.get_num_threads()
     try:
         results = []
         for count in (1, 2, 3, 2):
             torch.set_num_threads(count)
-            results.append(case.run(split_tokens=128))
+            results.append(case.run(split_tokens=small(128, 64)))
     finally:
         torch.set_num_threads(threads)
     for out, lse in results[1:]:
         assert reference.same_bits(out, results[0][0]) and reference.same_bits(lse, results[0][1])
 
 
+@pytest.mark.without("simt")
 def test_calls_from_several_threads_at_once():
     """The interpreter lock is released during a call; scratch memory must not be shared."""
     cases = [Case(lengths=(300 + 10 * i, 50), heads=8, rows=1 + i % 3, tail=20 + i) for i in range(8)]
@@ -185,12 +189,15 @@ def test_calls_from_several_threads_at_once():
         assert reference.same_bits(out_keys, outputs[0][0]) and reference.same_bits(out_values, values[0])
 
 
-@every_isa
+@pytest.mark.every_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("split_tokens", [1, 2, 7, 16, 33, 64, 128, 1000])
 def test_splits(split_tokens, dtype):
-    case = Case(rows=2, lengths=(130, 1, 64, 65), tail=70, dtype=dtype)
-    case.segments[0].first = torch.tensor([129, 130], dtype=torch.int32)
+    lengths, tail = (130, 1, 64, 65), 70
+    if split_tokens < 16:
+        lengths, tail = small((lengths, tail), ((13, 1, 8), 9))
+    case = Case(rows=2, lengths=lengths, tail=tail, dtype=dtype)
+    case.segments[0].first = torch.tensor([lengths[0] - 1, lengths[0]], dtype=torch.int32)
     case.check(split_tokens=split_tokens)
     case.check(split_tokens=split_tokens, window=90, tail_start=200, sinks=torch.randn(4))
 
@@ -223,7 +230,7 @@ def test_merged_parts_are_the_whole(dtype):
     case.segments, (case.tail_key, case.tail_value) = segments[2:], tail
     merged, merged_lse = ops.merge_states(*left, *case.run())
     torch.testing.assert_close(merged, whole, rtol=0, atol=4 * torch.finfo(dtype).eps)
-    torch.testing.assert_close(merged_lse, whole_lse)
+    close(merged_lse, whole_lse)
 
 
 def test_no_offsets_need_no_frequencies():
@@ -236,10 +243,10 @@ def test_no_offsets_need_no_frequencies():
     key = torch.cat((segment.key, case.tail_key), 2)
     value = torch.cat((segment.value, case.tail_value), 2)
     expected = torch.nn.functional.scaled_dot_product_attention(case.query, key, value, enable_gqa=True)
-    torch.testing.assert_close(out, expected)
+    close(out, expected)
 
 
-@every_isa
+@pytest.mark.every_isa
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_anything(data):
@@ -250,10 +257,10 @@ def test_anything(data):
         heads=heads_kv * draw(st.integers(1, 9), "group"),
         heads_kv=heads_kv,
         rows=draw(st.integers(1, 12), "rows"),
-        head_dim=8 * draw(st.integers(1, 32), "head_dim / 8"),
+        head_dim=draw(st.sampled_from(attention_head_dims()), "head_dim"),
         tail=draw(st.integers(0, 40), "tail"),
         lengths=draw(st.lists(st.integers(0, 150), max_size=4), "lengths"),
-        dtype=draw(st.sampled_from(DTYPES), "dtype"),
+        dtype=draw(st.sampled_from(attention_dtypes()), "dtype"),
     )
     case.inv_freq = frequencies(2 * draw(st.integers(0, case.head_dim // 2), "half of rotary_dim"))
     padding = st.lists(st.integers(-1, 160), min_size=case.batch, max_size=case.batch)

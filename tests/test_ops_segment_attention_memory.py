@@ -9,20 +9,14 @@ import random
 import pytest
 import reference
 import torch
-from kvspeed import ops
 from kvspeed.segment import Segment
-from op_cases import DTYPES, Case, every_isa
+from op_cases import DTYPES, Case
 from poison import embed, lazy_storage
 
-
-@pytest.fixture(autouse=True)
-def isa(request):
-    """The instruction set of a test: the best, unless the test asks for every one."""
-    with ops.cpu_isa(getattr(request, "param", "auto")):
-        yield
+pytestmark = [pytest.mark.usefixtures("backend"), pytest.mark.attention]
 
 
-@every_isa
+@pytest.mark.every_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shift", [0, 1, 2, 3, 4])
 def test_layouts_and_misalignment(shift, dtype):
@@ -64,7 +58,7 @@ def test_stride_zero_and_packed_keys():
     case.check()
 
 
-@every_isa
+@pytest.mark.every_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_strides_beyond_32_bits(dtype):
     elements = 2**33 if dtype.itemsize == 2 else 2**32 + 2**30
