@@ -244,7 +244,7 @@ class DecodeStep:
         return self._model(**self._arguments).logits[:, -1].float()
 
     def _write(self, index: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The cache's `update`: one token into layer `index`; returns the storage, whose length `_tail_length` tells."""
+        """`update` of the cache: one token into layer `index`. Returns its storage; `_tail_length` says how long it is."""
         layer = self._layers[index]
         keys, values = layer.view(layer.length + self._steps)
         place = self._places.get(layer.length)
@@ -356,6 +356,6 @@ def _check_model(model: Any, state: PatchState) -> None:
             f"or are not in this build (see `python -m kvspeed doctor`): {leave}"
         )
     try:
-        state.rope
+        _ = state.rope
     except ValueError as error:
         raise ValueError(f"a step of fixed shape needs angles that follow from the position alone: {error}") from None

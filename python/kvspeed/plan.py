@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -47,7 +47,7 @@ class Plan:
     deep: DeepPlan | None = None
     tail_length: Callable[[int, int], torch.Tensor] | None = None
 
-    def tail(self, layer: int, skip: int = 0, row: int | None = None) -> dict[str, torch.Tensor]:
+    def tail(self, layer: int, skip: int = 0, row: int | None = None) -> dict[str, Any]:
         """The keyword that tells `segment_attention` how long the tail is, where its shape does not."""
         if self.tail_length is None:
             return {}

@@ -75,7 +75,7 @@ class SegmentLayer(CacheLayerMixin):
             self._value = _moved(self._value, 0, self.length, self.capacity)
 
     def open(self, room: int) -> None:
-        """Fix the storage's place for the next `room` tokens, which are written there by index; nothing is forgotten."""
+        """Fix where the next `room` tokens go, which are written there by index; nothing is forgotten."""
         assert self._key is not None and self._value is not None
         length, capacity = self.length, self._key.shape[2]
         if capacity < length + room:
