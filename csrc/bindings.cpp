@@ -16,6 +16,9 @@
 #include <vector>
 
 #ifdef KVSPEED_SIMT
+#include <map>
+#include <utility>
+
 #include "simt/options.h"
 #endif
 
@@ -368,5 +371,19 @@ PYBIND11_MODULE(KVSPEED_MODULE_NAME, m) {
     kvspeed::simt::options().seed = seed;
   });
   m.def("simt_launches", [] { return kvspeed::simt::stats().launches; });
+  m.def("simt_threads", [](int threads) { kvspeed::simt::options().threads = threads; });
+  m.def("simt_take_error", [] { return kvspeed::simt::take_error(); });
+  m.def("simt_stats", [] {  // counts since the last call
+    const kvspeed::simt::Stats s = std::exchange(kvspeed::simt::stats(), {});
+    return std::map<std::string, uint64_t>{{"launches", s.launches},
+                                           {"blocks", s.blocks},
+                                           {"mma", s.mma},
+                                           {"ldmatrix", s.ldmatrix},
+                                           {"ldmatrix_conflicts", s.ldmatrix_conflicts},
+                                           {"async_copies", s.async_copies},
+                                           {"shared_accesses", s.shared_accesses},
+                                           {"global_accesses", s.global_accesses},
+                                           {"switches", s.switches}};
+  });
 #endif
 }

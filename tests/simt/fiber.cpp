@@ -9,6 +9,7 @@
 #include "simt/runtime.h"
 
 #if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
 #endif
 
@@ -102,6 +103,9 @@ char* fiber_stack(int i) {
 }
 
 void prepare_fiber(Fiber& fiber, void (*entry)()) {
+#if defined(__SANITIZE_ADDRESS__)
+  __asan_unpoison_memory_region(fiber.stack, kStackBytes);  // what the last fiber left when it ended
+#endif
   // Tops of stacks a power of two apart would share a few cache sets, so each starts some lines lower than the last.
   const size_t colour = static_cast<size_t>(fiber.thread % 61) * 320;
   void** frame = reinterpret_cast<void**>(fiber.stack + kStackBytes - 256 - colour) - kFrameWords;
