@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import zlib
 from pathlib import Path
 
 import pytest
@@ -88,11 +89,11 @@ def test_unknown_instruction_set_dtype_and_thread_count_are_refused() -> None:
     arguments = [0, 0, 1, 1, 1, 8, out.data_ptr(), (8, 8, 8), lse.data_ptr(), (1, 1, 1), out.data_ptr(), (8, 8, 8)]
     arguments += [lse.data_ptr(), (1, 1, 1), out.data_ptr(), (8, 8, 8), lse.data_ptr(), 1]
     with pytest.raises(RuntimeError, match="instruction set"):
-        _C.merge_states(*arguments, 99)
+        _C.merge_states(*arguments, 99, None)
     with pytest.raises(RuntimeError, match="dtype"):
-        _C.merge_states(7, *arguments[1:], 0)
+        _C.merge_states(7, *arguments[1:], 0, None)
     with pytest.raises(RuntimeError, match="size"):
-        _C.merge_states(*arguments[:-1], 0, 0)  # no threads
+        _C.merge_states(*arguments[:-1], 0, 0, None)  # no threads
 
 
 @pytest.mark.parametrize("page", [3, -1, 2**31 - 1])
@@ -106,7 +107,7 @@ def test_compiled_code_itself_checks_pages_before_it_writes(page: int) -> None:
     out_stride = (0, size * heads * dim, dim, heads * dim)
     where = (out.data_ptr(), out.data_ptr(), out_stride, out_stride, 0, 2 * size, table.data_ptr(), 2, size, pages)
     with pytest.raises(RuntimeError, match="pages"):
-        _C.rope_concat(0, 1, heads, dim, 0, False, packets, 0, 0, *where, 1, 0)
+        _C.rope_concat(0, 1, heads, dim, 0, False, packets, 0, 0, *where, 0, 1, 0, None)
     assert (out == 7).all()
 
 
@@ -149,6 +150,7 @@ def test_neon_kernels_are_right_under_qemu(tmp_path: Path) -> None:
     needs(AARCH64, "qemu-aarch64", "cmake")
     configure = [
         *("cmake", "-S", str(ROOT), "-B", str(tmp_path), "-DKVSPEED_PYTHON=OFF", "-DKVSPEED_TESTS=ON"),
+        "-DKVSPEED_CUDA=OFF",
         *("-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=aarch64", f"-DCMAKE_CXX_COMPILER={AARCH64}"),
         *("-DCMAKE_BUILD_TYPE=None", "-DCMAKE_CXX_FLAGS=-O1"),
     ]
@@ -172,15 +174,16 @@ def test_sdist_holds_what_a_build_needs(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / name) as archive:
         names = {member.split("/", 1)[1] for member in archive.getnames() if "/" in member}
     wanted = {"CMakeLists.txt", "setup.py", "pyproject.toml", "csrc/bindings.cpp", "csrc/include/kvspeed/kvspeed.h"}
-    wanted |= {str(path.relative_to(ROOT)) for folder in ("core", "cpu") for path in (ROOT / "csrc" / folder).iterdir()}
+    folders = ("csrc/core", "csrc/cpu", "csrc/cuda", "cmake", "tests/simt")
+    wanted |= {
+        str(path.relative_to(ROOT)) for folder in folders for path in (ROOT / folder).iterdir() if path.is_file()
+    }
     wanted |= {"tests/reference.py", "tests/native/kernels.cpp", "python/kvspeed/ops/__init__.py"}
     assert wanted <= names, sorted(wanted - names)
     assert not [name for name in names if name.endswith((".so", ".pyc"))]
 
 
-def test_cuda_on_is_refused_in_one_sentence(tmp_path: Path) -> None:
-    needs("cmake")
-    command = ["cmake", "-S", str(ROOT), "-B", str(tmp_path), "-DKVSPEED_PYTHON=OFF", "-DKVSPEED_CUDA=ON"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert result.returncode != 0
-    assert "no CUDA kernels yet" in " ".join(result.stderr.split())
+def test_wheel_stays_small() -> None:
+    """The extension is nearly all of a wheel, which is compressed as this is."""
+    size = len(zlib.compress(Path(_C.__file__).read_bytes()))
+    assert size <= 8_000_000, f"{size / 1e6:.1f} MB with CUDA for {_C.build_info()['cuda_archs']}"

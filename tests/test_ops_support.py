@@ -11,23 +11,83 @@ import numpy as np
 import pytest
 import torch
 from kvspeed import ops
-from kvspeed.ops import checks, native, overlap
+from kvspeed.ops import checks, device, native, overlap
 from kvspeed.segment import Segment
 
 
-def test_another_device_is_a_sentence_that_names_what_is_built():
-    class Elsewhere(torch.Tensor):
-        @property
-        def device(self):
-            return torch.device("cuda:0")
+class Elsewhere(torch.Tensor):
+    """Says that it lies on a GPU."""
 
-    tensor = torch.zeros(2).as_subclass(Elsewhere)
+    @property
+    def device(self):
+        return torch.device("cuda:1")
+
+
+class Build:
+    """What an extension with, or without, CUDA kernels answers."""
+
+    def __init__(self, archs=(), devices=(), message=""):
+        self.archs, self.devices, self.message = list(archs), list(devices), message
+
+    def build_info(self):
+        return {"isas": ["baseline", "avx2"], "cuda": bool(self.archs), "cuda_archs": self.archs}
+
+    def cuda_device_count(self):
+        return len(self.devices), self.message
+
+    def cuda_device_supported(self, index):
+        return f"{self.devices[index]}" in self.archs, self.devices[index]
+
+
+@pytest.mark.parametrize(
+    ("build", "parts"),
+    [
+        (
+            Build(message="this build has no CUDA kernels: no nvcc was found"),
+            ["this build has no CUDA kernels: no nvcc was found", "baseline, avx2", "move the tensors to the CPU"],
+        ),
+        (
+            Build(["90"], [], "the NVIDIA driver is too old: kernels built with CUDA 13 need driver 580 or newer"),
+            ["cannot use it", "need driver 580 or newer", "move the tensors to the CPU"],
+        ),
+        (Build(["90"], [90]), ["cannot use it", "sees 1 device", "move the tensors to the CPU"]),
+        (Build(["90", "100"], [90, 86]), ["8.6", "kernels for 90, 100 only", "KVSPEED_CUDA_ARCHS=86"]),
+    ],
+    ids=["not built", "no driver", "not visible", "another architecture"],
+)
+def test_a_gpu_that_cannot_be_used_is_a_sentence(monkeypatch, build, parts):
+    monkeypatch.setattr(device, "_C", build)
+    monkeypatch.setattr(device, "build_info", build.build_info)
+    monkeypatch.setattr(device, "_gpus", {})
     with pytest.raises(RuntimeError) as caught:
-        checks.tensor("query", tensor)
+        checks.tensor("query", torch.zeros(2).as_subclass(Elsewhere))
     message = str(caught.value)
-    assert message.startswith("query is on cuda:0")
-    assert "no CUDA kernels" in message and "baseline" in message and "move the tensors to the CPU" in message
-    assert "KVSPEED_CUDA" not in message  # no advice to build what there is not
+    assert message.startswith("query is on cuda:1: ") and "\n" not in message
+    assert all(part in message for part in parts), message
+    assert device.cuda_refusal(1) in message
+
+
+def test_a_gpu_that_can_be_used_is_not_refused(monkeypatch):
+    build = Build(["90"], [90])
+    monkeypatch.setattr(device, "_C", build)
+    monkeypatch.setattr(device, "build_info", build.build_info)
+    monkeypatch.setattr(device, "_gpus", {})
+    assert device.cuda_refusal(0) is None
+
+
+def test_this_build_says_what_it_has():
+    count, message = native._C.cuda_device_count()
+    info = ops.build_info()
+    if not info["cuda"]:
+        assert count == 0 and message.startswith("this build has no CUDA kernels: ") and len(message) > 40
+        assert native._C.cuda_device_supported(0) == (False, 0)
+    elif count == 0:
+        assert "driver" in message
+        assert native._C.cuda_device_supported(0) == (False, 0)
+    else:
+        supported, capability = native._C.cuda_device_supported(0)
+        assert message == "" and capability >= 50 and isinstance(supported, bool)
+    assert native._C.cuda_device_supported(10**6) == (False, 0)
 
 
 def test_instruction_sets():
