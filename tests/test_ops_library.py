@@ -39,6 +39,18 @@ def test_schemas_name_what_is_written():
         assert not getattr(torch.ops.kvspeed, name).default._schema.is_mutable
 
 
+def paged_arguments():
+    """A segment with pages, shared or a row's own, between two without."""
+    query = torch.randn(2, 4, 3, 16)
+    pool = torch.randn(6, 4, 2, 16)
+    keys, values = ([torch.randn(2, 5, 16), pool, pool.clone(), torch.randn(2, 2, 6, 16)] for _ in range(2))
+    tables = [None, torch.tensor([3, 1, 5]).int(), torch.tensor([[0, 2], [4, 1]]).int(), None]
+    tail_key, tail_value = torch.randn(2, 2, 4, 16), torch.randn(2, 2, 4, 16)
+    arguments = (query, keys, values, [3, 0, 5, 1], [0] * 4, [None] * 4, tail_key, tail_value, INV_FREQ)
+    tail_length = torch.tensor([4, 2], dtype=torch.int32)
+    return arguments, {"page_tables": tables, "tokens": [-1, 9, -1, -1], "tail_length": tail_length, "return_lse": True}
+
+
 @pytest.mark.parametrize("paged", [False, True])
 def test_opcheck_rope_concat(paged):
     torch.library.opcheck(torch.ops.kvspeed.rope_concat, tuple(concat_arguments(paged)))
@@ -57,6 +69,11 @@ def test_opcheck_segment_attention(options):
     torch.library.opcheck(torch.ops.kvspeed.segment_attention, arguments, options)
     nothing = (arguments[0], [], [], [], [], [], *arguments[6:])
     torch.library.opcheck(torch.ops.kvspeed.segment_attention, nothing, options)
+
+
+def test_opcheck_pages_and_lengths():
+    arguments, options = paged_arguments()
+    torch.library.opcheck(torch.ops.kvspeed.segment_attention, arguments, options)
 
 
 def test_opcheck_merge_states():
@@ -84,6 +101,19 @@ def test_the_library_and_the_functions_agree():
     out, lse = torch.ops.kvspeed.segment_attention(query, keys, values, offsets, starts, firsts, *rest)
     assert lse.numel() == 0 and out.shape == query.shape
 
+    (query, keys, values, offsets, _, _, *rest), options = paged_arguments()
+    segments = [
+        Segment(key, value, offset, page_table=table, tokens=None if tokens < 0 else tokens)
+        for key, value, offset, table, tokens in zip(
+            keys, values, offsets, options["page_tables"], options["tokens"], strict=True
+        )
+    ]
+    got = torch.ops.kvspeed.segment_attention(query, keys, values, offsets, [0] * 4, [None] * 4, *rest, **options)
+    tail_length = options["tail_length"]
+    options = {"inv_freq": rest[2], "tail_length": tail_length, "return_lse": True}
+    direct = ops.segment_attention(query, segments, *rest[:2], **options)
+    assert all(reference.same_bits(a, b) for a, b in zip(got, direct, strict=True))
+
     pair = torch.ops.kvspeed.merge_states(*expected, *expected)
     assert all(reference.same_bits(a, b) for a, b in zip(pair, ops.merge_states(*expected, *expected), strict=True))
 
@@ -96,6 +126,12 @@ def test_the_library_refuses_with_the_same_sentences():
     (query, keys, values, offsets, starts, firsts, *rest), _ = attention_arguments()
     with pytest.raises(ValueError, match="starts has 1 entries"):
         torch.ops.kvspeed.segment_attention(query, keys, values, offsets, starts[:1], firsts, *rest)
+    with pytest.raises(ValueError, match="page_tables has 1 entries"):
+        torch.ops.kvspeed.segment_attention(
+            query, keys, values, offsets, starts, firsts, *rest, page_tables=[torch.zeros(1, dtype=torch.int32)]
+        )
+    with pytest.raises(ValueError, match=r"segments\[0\] has tokens=3 but no page_table"):
+        torch.ops.kvspeed.segment_attention(query, keys, values, offsets, starts, firsts, *rest, tokens=[3, -1])
     with pytest.raises(ValueError, match="head dimension of 12"):
         torch.ops.kvspeed.segment_attention(query[..., :12], keys, values, offsets, starts, firsts, *rest)
     with pytest.raises(RuntimeError, match="query requires grad"):
@@ -181,6 +217,27 @@ def test_compile_segment_attention(compiled, dynamic):
         )
         first = torch.tensor([0, 4], dtype=torch.int32)
         arguments = (query, key, value, first, tail_key, tail_value, offset)
+        for got, expected in zip(run(*arguments), attend(*arguments), strict=True):
+            torch.testing.assert_close(got, expected)
+
+
+def test_compile_pages_and_lengths(compiled):
+    def attend(query, pool, table, tail_key, tail_value, length):
+        segments = [Segment(pool[0], pool[1], 4, page_table=table, tokens=13), Segment(tail_key, tail_value, 2)]
+        return ops.segment_attention(
+            query + 1, segments, tail_key, tail_value, inv_freq=INV_FREQ, tail_length=length, return_lse=True
+        )
+
+    run = compiled(attend)
+    for table in (torch.tensor([3, 0, 5, 1]).int(), torch.tensor([[3, 0, 5, 1], [2, 2, 0, 4]]).int()):
+        arguments = (
+            torch.randn(2, 4, 2, 16),
+            torch.randn(2, 6, 4, 2, 16),
+            table,
+            torch.randn(2, 2, 5, 16),
+            torch.randn(2, 2, 5, 16),
+            torch.tensor([5, 1], dtype=torch.int32),
+        )
         for got, expected in zip(run(*arguments), attend(*arguments), strict=True):
             torch.testing.assert_close(got, expected)
 

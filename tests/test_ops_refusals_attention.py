@@ -182,3 +182,85 @@ def test_attention_sinks():
     refuse_attention(ValueError, "sinks", sinks=torch.zeros(2, 4))
     refuse_attention(RuntimeError, "sinks", "requires grad", sinks=torch.nn.Parameter(torch.zeros(4)))
     refuse_attention(RuntimeError, "sinks", "meta", sinks=torch.zeros(4, device="meta"))
+
+
+def paged(**changes):
+    """An edit that puts a valid paged segment, or one with a spoilt field, in the place of the second segment."""
+
+    def edit(arguments):
+        fields = {
+            "key": torch.randn(5, 4, 2, 16),
+            "value": torch.randn(5, 4, 2, 16),
+            "offset": 3,
+            "page_table": torch.tensor([2, 0, 4], dtype=torch.int32),
+            "tokens": 11,
+            **changes,
+        }
+        arguments["segments"][1] = Segment(fields.pop("key"), fields.pop("value"), fields.pop("offset"), **fields)
+
+    return edit
+
+
+def test_attention_pages():
+    arguments = attention_arguments()
+    paged()(arguments)
+    ops.segment_attention(**arguments)
+    good = arguments["segments"][1]
+    table = good.page_table
+    label = "segments[1].page_table"
+    refuse_attention(TypeError, label, "int64", "int32", edit=paged(page_table=table.long()))
+    refuse_attention(TypeError, label, "list", edit=paged(page_table=[2, 0, 4]))
+    refuse_attention(ValueError, label, "[3, 3]", "[B, n]", "B = 2", edit=paged(page_table=table.expand(3, 3)))
+    refuse_attention(ValueError, label, "[n]", edit=paged(page_table=table[0]))
+    refuse_attention(ValueError, label, "[n]", edit=paged(page_table=table[None, None]))
+    refuse_attention(RuntimeError, label, "meta", edit=paged(page_table=table.to("meta")))
+    for part in ("key", "value"):
+        label, whole = f"segments[1].{part}", getattr(good, part)
+        refuse_attention(TypeError, label, "NoneType", edit=paged(**{part: None}))
+        refuse_attention(TypeError, label, "bfloat16", "query", edit=paged(**{part: whole.bfloat16()}))
+        refuse_attention(ValueError, label, "3 dimensions", "page_size", edit=paged(**{part: whole[0]}))
+        refuse_attention(ValueError, label, edit=paged(**{part: whole[:, :, :1]}))
+        refuse_attention(ValueError, label, edit=paged(**{part: whole[..., :8]}))
+        refuse_attention(ValueError, label, "stride 2", edit=paged(**{part: whole.repeat_interleave(2, -1)[..., ::2]}))
+        refuse_attention(RuntimeError, label, "requires grad", edit=paged(**{part: whole.clone().requires_grad_()}))
+    refuse_attention(ValueError, "segments[1].value", "segments[1].key", edit=paged(value=good.value[:4]))
+    refuse_attention(ValueError, "segments[1].value", "segments[1].key", edit=paged(value=good.value[:, :3]))
+    for bad in (True, 1.0, "1", torch.tensor(3)):
+        refuse_attention(TypeError, "segments[1].tokens", "int", edit=paged(tokens=bad))
+    refuse_attention(ValueError, "segments[1].tokens", "-1", edit=paged(tokens=-1))
+    refuse_attention(IndexError, "segments[1].tokens is 13", "3 pages of 4", "12", edit=paged(tokens=13))
+    refuse_attention(TypeError, "segments[1].offset", edit=paged(offset=1.5))
+    refuse_attention(TypeError, "segments[1].first", edit=paged(first=[0, 1]))
+    key = attention_segment().key
+    refuse_attention(ValueError, "segments[0]", "page_table", segments=[Segment(key, key, 3, tokens=4)])
+    for entry, bad in ((0, 5), (1, -1), (2, 2**31 - 1)):
+        wrong = table.clone()
+        wrong[entry] = bad
+        words = (f"segments[1].page_table[{entry}] is {bad}", "pages 0 to 4")
+        refuse_attention(IndexError, *words, edit=paged(page_table=wrong))
+    rows = torch.stack((table, table))
+    rows[1, 2] = 7
+    refuse_attention(IndexError, "segments[1].page_table[1, 2] is 7", edit=paged(page_table=rows))
+    paged(page_table=rows, tokens=8)(arguments)  # its page is not read
+    paged(page_table=torch.tensor([[2, 9], [0, 9], [4, 9]], dtype=torch.int32)[:, 0])(arguments)
+    strided = ops.segment_attention(**arguments)
+    arguments["segments"][1] = Segment(
+        *(getattr(arguments["segments"][1], n) for n in ("key", "value", "offset")),
+        page_table=table,
+        tokens=np.int64(11),
+    )
+    assert torch.equal(strided, ops.segment_attention(**arguments))
+
+
+def test_attention_lengths_of_the_tail():
+    def lengths(*numbers):
+        return torch.tensor(numbers, dtype=torch.int32)
+
+    refuse_attention(TypeError, "tail_length", "int64", "int32", tail_length=lengths(4, 2).long())
+    refuse_attention(TypeError, "tail_length", "list", tail_length=[4, 2])
+    refuse_attention(TypeError, "tail_length", "int", tail_length=4)
+    refuse_attention(ValueError, "tail_length", "[2]", tail_length=lengths(4, 2, 1))
+    refuse_attention(ValueError, "tail_length", "dimensions", tail_length=lengths(4, 2)[None])
+    refuse_attention(RuntimeError, "tail_length", "meta", tail_length=lengths(4, 2).to("meta"))
+    refuse_attention(ValueError, "tail_length[1] is 5", "0 to tail_key's 4", tail_length=lengths(4, 5))
+    refuse_attention(ValueError, "tail_length[0] is -1", tail_length=lengths(-1, 2))

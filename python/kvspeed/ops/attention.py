@@ -167,7 +167,7 @@ def _prepare(
         if type(segment) is not Segment:
             return None
         offset = segment.offset
-        if segment.page_table is not None:
+        if segment.page_table is not None or segment._length is not None:
             descriptor = None if gpu is None else _describe_pages(segment, dtype, sizes, tracked, where)
         else:
             descriptor = _describe(
