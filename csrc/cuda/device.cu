@@ -6,6 +6,8 @@
 #include "cuda/device.h"
 
 #ifdef KVSPEED_SIMT
+#include "simt/gpu.h"
+
 #define KVSPEED_CUDA_ARCHS "simt"
 #else
 #include <cuda_runtime_api.h>
@@ -25,7 +27,7 @@ constexpr int kInvalidDevice = 101;
 int get_device(int* index) { return *index = 0; }
 int set_device(int index) { return index == 0 ? 0 : kInvalidDevice; }
 int query_sm_count(int, int* count) { return *count = 4, 0; }  // few, so that small tests fill the "device"
-void describe(int error) { std::snprintf(last_error, sizeof(last_error), "the emulator reported error %d", error); }
+void describe(int error) { std::snprintf(last_error, sizeof(last_error), "%s", gpu::error_text(error)); }
 bool no_code_for_device(int) { return false; }
 #else
 int get_device(int* index) { return static_cast<int>(cudaGetDevice(index)); }

@@ -54,7 +54,9 @@ def _report() -> dict[str, Any]:
     }
     try:
         from kvspeed import ops
-        from kvspeed.eval.selfcheck import CHECKS, DTYPES, run_checks
+        from kvspeed.eval.selfcheck import count_checks, run_checks
+        from kvspeed.ops.device import cuda_refusal
+        from kvspeed.ops.native import _C
     except ImportError as error:
         report["fault"] = str(error)
         return report
@@ -66,8 +68,11 @@ def _report() -> dict[str, Any]:
         "instruction_sets_available": ops.cpu_isas(),
         "instruction_set_in_use": ops.current_isa(),
         "cuda_architectures": [str(arch) for arch in build.get("cuda_archs", [])],
+        "cuda_note": _C.cuda_device_count()[1],
     }
-    with progress("checking kernels", len(CHECKS) * len(DTYPES) * len(ops.cpu_isas())) as advance:
+    for index, device in enumerate(report["devices"]):
+        device["refused"] = cuda_refusal(index)
+    with progress("checking kernels", count_checks()) as advance:
         for check in run_checks():
             report["checks"].append({**asdict(check), "ok": check.ok})
             advance(check.kernel)
@@ -139,7 +144,7 @@ def _print(report: dict[str, Any]) -> None:
         console.print(f"[red]FAILED[/red] the kernels cannot be loaded: {escape(report['fault'])}")
         return
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
-    for title in ("kernel", "instruction set", "dtype"):
+    for title in ("kernel", "runs on", "dtype"):
         table.add_column(title)
     for title in ("error", "allowed"):
         table.add_column(title, justify="right")
@@ -171,7 +176,14 @@ def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
             ("instruction set", f"{build['instruction_set_in_use']} in use; {_sets(build)}"),
             ("CUDA architectures", ", ".join(build["cuda_architectures"]) or "none built"),
         ]
+        if build["cuda_note"]:
+            lines.append(("CUDA kernels", build["cuda_note"]))
     devices = [f"{one['name']} ({one['architecture']})" for one in report["devices"]]
+    lines += [
+        ("warning", f"cuda:{index} is not used: {one['refused']}")
+        for index, one in enumerate(report["devices"])
+        if one.get("refused")
+    ]
     runtimes = cpu["openmp_runtimes"]
     if len(runtimes) > 1:
         lines.append(
