@@ -68,15 +68,30 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def build(
-    target: str, *, check: str = "access", kernels: Sequence[str] = (), csrc: Path = CSRC, folder: Path | None = None
+    target: str,
+    *,
+    check: str = "access",
+    kernels: Sequence[str] = (),
+    csrc: Path = CSRC,
+    oracle_include: Sequence[Path] = (),
+    folder: Path | None = None,
 ) -> Path:
     """Build one target of CMakeLists.txt; returns the folder it lies in."""
     python = target == "simt_extension"
-    key = [str(HERE), str(csrc), check, *kernels, os.environ.get("CXX", ""), os.environ.get("CXXFLAGS", "")]
+    key = [
+        str(HERE),
+        str(csrc),
+        check,
+        *kernels,
+        *map(str, oracle_include),
+        os.environ.get("CXX", ""),
+        os.environ.get("CXXFLAGS", ""),
+    ]
     key += [sys.executable, sysconfig.get_config_var("EXT_SUFFIX") or ""] if python else []
     if folder is None:
         folder = cache() / hashlib.sha256("\0".join(key).encode()).hexdigest()[:16]
     options = [f"-DSIMT_CHECK={check}", f"-DSIMT_KERNELS={';'.join(kernels)}", f"-DSIMT_CSRC={csrc}"]
+    options += [f"-DSIMT_ORACLE_INCLUDE={';'.join(map(str, oracle_include))}"]
     if python:
         import pybind11
 

@@ -11,6 +11,9 @@
 #include "simt/runtime.h"
 
 namespace kvspeed::simt {
+
+bool instrumented = false;
+
 namespace {
 
 struct Constants {
@@ -113,7 +116,7 @@ void* __tsan_memset(void* to, int c, unsigned long n) {
   plain(to, n, 1, true, KVS_CALLER);
   return std::memset(to, c, n);
 }
-void __tsan_init() {}
+void __tsan_init() { kvspeed::simt::instrumented = true; }  // called by every instrumented file when it is loaded
 void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}
 void __tsan_vptr_read(void**) {}

@@ -57,6 +57,8 @@ struct SharedMemory {
   std::vector<SharedCell> cells;
 };
 
+extern bool instrumented;  // whether plain loads and stores of kernels are seen; else only some checks can be made
+
 enum class Access { kRead, kReadByWarp, kWrite };
 void check_shared(Fiber& f, size_t offset, size_t bytes, Access access, const void* pc);
 // The same address as an offset into the block's shared memory; at least `bytes` (of the memory) where it is none.

@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <random>
 #include <string>
 
 #include "simt/gpu.h"
@@ -44,5 +45,27 @@ int main(int count, char** words) {
       }
     }
   }
+  if (!only.empty()) return 0;
+
+  const struct {
+    const char* name;
+    gpu::Grid grid;
+    int threads, shared_bytes;
+  } launches[] = {
+      {"launch_no_blocks", {0, 1, 1}, 64, 0},        {"launch_wide_grid", {1, 65536, 1}, 64, 0},
+      {"launch_partial_warp", {1, 1, 1}, 48, 0},     {"launch_many_threads", {1, 1, 1}, 1056, 0},
+      {"launch_much_memory", {1, 1, 1}, 64, 101377}, {"launch_ok", {1, 1, 1}, 64, 101376},
+  };
+  for (const auto& launch : launches) {
+    selftest::Params p = {memory + 1024, memory + 2048, memory + 3072, memory};
+    simt::forget_memory();
+    simt::allow_memory(p.in, 64 * sizeof(float), simt::Allow::kRead, "in");
+    simt::allow_memory(p.out, 64 * sizeof(float), simt::Allow::kWrite, "out");
+    const auto kernel = selftest::cases()[0].kernel;
+    const int error = gpu::launch(kernel, launch.grid, launch.threads, launch.shared_bytes, nullptr, p);
+    std::printf("%s: %s\n", launch.name, error == 0 ? "clean" : gpu::error_text(error));
+    simt::take_error();
+  }
+  selftest::check_announcements(static_cast<unsigned>(std::random_device{}()));
   return 0;
 }

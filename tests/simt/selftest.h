@@ -21,6 +21,7 @@ struct Case {
 };
 
 const std::vector<Case>& cases();
+void check_announcements(unsigned seed);  // prints one line
 
 }  // namespace kvspeed::selftest
 

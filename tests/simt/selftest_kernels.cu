@@ -109,6 +109,16 @@ void race_write_after_read_in_warp(const Params p) {
   s[thread()] = 2.0f;
   store_float(p.out + thread(), v);
 }
+void race_write_after_read_only(const Params p) {  // one lane writes what the others have only read
+  KVS_SHARED(shared);
+  float* s = reinterpret_cast<float*>(shared);
+  if (thread() == 0) s[0] = 1.0f;
+  sync_block();
+  float v = s[0];
+  v += shuffle_xor(v, 1);  // orders nothing
+  if (lane() == 7) s[0] = 2.0f;
+  store_float(p.out + thread(), v);
+}
 void race_write_write(const Params) {
   KVS_SHARED(shared);
   reinterpret_cast<float*>(shared)[thread() / 2] = static_cast<float>(thread());
@@ -313,6 +323,7 @@ const std::vector<Case>& cases() {
       KVS_CASE(race_in_warp),
       KVS_CASE(race_write_after_read),
       KVS_CASE(race_write_after_read_in_warp),
+      KVS_CASE(race_write_after_read_only),
       KVS_CASE(race_write_write),
       KVS_CASE(race_matrix_own_row),
       KVS_CASE(shared_uninitialised),
