@@ -83,6 +83,11 @@ def generate(
         raise ValueError(f"max_new_tokens: expected an integer from 1, got {max_new_tokens!r}")
     check_greedy(inner, generate_kwargs)
     _check_model(inner, state)
+    if capture and not input_ids.is_cuda:
+        raise RuntimeError(
+            f"a CUDA graph was asked for and input_ids are on {input_ids.device}: move model and ids to a CUDA device, "
+            "or leave capture out"
+        )
     eos, pad = token_ids(inner, generate_kwargs)
     undo = undo_of(cache)
     try:
@@ -176,8 +181,6 @@ class DecodeStep:
     def capture(self, *, must: bool = False) -> bool:
         """Capture the step; where that fails, raise (`must`) or warn and return False: steps then run one by one."""
         device = self._ids.device
-        if device.type != "cuda":
-            raise RuntimeError(f"a CUDA graph needs the model on a CUDA device; it is on {device}: give capture=False")
         graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
         current = torch.cuda.current_stream(device)
         with torch.cuda.device(device):
@@ -244,7 +247,7 @@ class DecodeStep:
         return self._model(**self._arguments).logits[:, -1].float()
 
     def _write(self, index: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`update` of the cache: one token into layer `index`. Returns its storage; `_tail_length` says how long it is."""
+        """`update` of the cache: one token into layer `index`. Returns the storage; `_tail_length` has its length."""
         layer = self._layers[index]
         keys, values = layer.view(layer.length + self._steps)
         place = self._places.get(layer.length)
