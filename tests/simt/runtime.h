@@ -125,7 +125,7 @@ struct Block {
   int live = 0, at_barrier = 0;
   int barriers = -1;  // that the threads which have returned passed
   std::string error;
-  Stats stats;
+  Stats stats = {};
   // Scheduling: lanes of `running` that still have a turn in this round, and where in the warp the round starts.
   Fiber scheduler;
   Warp* running = nullptr;
