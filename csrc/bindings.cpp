@@ -15,6 +15,8 @@
 #include <string>
 #include <vector>
 
+#include "attention_call.h"
+
 #ifdef KVSPEED_SIMT
 #include <map>
 #include <utility>
@@ -301,6 +303,58 @@ size_t merge_states(int dtype_a, int dtype_b, int64_t batch, int64_t heads, int6
   return 0;
 }
 
+kvspeed::python::AttentionTypes attention_types;
+
+// What `attend` needs to know once; False where torch lets nobody read tensors from C++, and then it must not be
+// called.
+bool use_tensors(const py::object& tensor, const py::object& segment, const py::object& empty_like,
+                 const py::object& make_lse) {
+  kvspeed::python::AttentionTypes& t = attention_types;
+  if (!t.reader.start(tensor.ptr())) return false;
+  const auto name = [](const char* text) { return PyUnicode_InternFromString(text); };
+  t.segment = reinterpret_cast<PyTypeObject*>(segment.inc_ref().ptr());  // kept for good, as all of this
+  t.empty_like = empty_like.inc_ref().ptr();
+  t.make_lse = make_lse.inc_ref().ptr();
+  t.key = name("key"), t.value = name("value"), t.offset = name("offset"), t.start = name("start");
+  t.first = name("first"), t.page_table = name("page_table"), t.length = name("_length");
+  t.requires_grad = name("requires_grad"), t.rows = name("rows");
+  return true;
+}
+
+// segment_attention from its plain arguments: the output, or (output, LSE); None where they are not plain, and the
+// bytes of workspace where more is needed. In both of these cases nothing was done.
+PyObject* attend(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  if (count != kvspeed::python::kArguments) {
+    PyErr_SetString(PyExc_TypeError, "attend takes the arguments of kvspeed.ops.attention, and no others");
+    return nullptr;
+  }
+  kvspeed::python::AttentionCall call(attention_types, arguments);
+  if (!call.prepare()) {
+    PyErr_Clear();
+    Py_RETURN_NONE;
+  }
+  size_t needed = 0;
+  try {
+    py::gil_scoped_release release;
+    needed =
+        run_op("segment_attention", call.g, call.e, &kvspeed_segment_attention_workspace, &kvspeed_segment_attention);
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+    return nullptr;
+  }
+  if (needed > 0) return PyLong_FromSize_t(needed);
+  if (call.lse != nullptr) return PyTuple_Pack(2, call.out, call.lse);
+  Py_INCREF(call.out);
+  return call.out;
+}
+
+// Not through pybind11, whose way of taking twenty arguments costs as much as the rest of the call.
+PyMethodDef fast_functions[] = {
+    {"attend", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&attend)), METH_FASTCALL,
+     "segment_attention from its plain arguments"},
+    {nullptr, nullptr, 0, nullptr},
+};
+
 void rope_row(int64_t offset, uintptr_t inv_freq, int64_t half, uintptr_t row) {
   check(kvspeed_rope_row(offset, pointer<const float>(inv_freq), half, pointer<float>(row)), "rope_row");
 }
@@ -354,6 +408,8 @@ PYBIND11_MODULE(KVSPEED_MODULE_NAME, m) {
   define(m, "rope_concat", &RopeConcatCall::fill);
   define(m, "segment_attention", &SegmentAttentionCall::fill);
   m.def("merge_states", &merge_states);
+  m.def("use_tensors", &use_tensors);
+  if (PyModule_AddFunctions(m.ptr(), fast_functions) != 0) throw py::error_already_set();
   m.def("rope_row", &rope_row);
   m.def("cuda_device_count", &cuda_device_count);
   m.def("cuda_device_supported", &cuda_device_supported);

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import kvspeed.ops
 import torch
 from kvspeed.ops import device
-from kvspeed.ops.attention import _GPU_DTYPES, _GPU_HEAD_DIMS
+from kvspeed.ops.attention import _GPU_DTYPES, _GPU_HEAD_DIMS, _make_lse
 from kvspeed.segment import Segment
 from torch import Tensor
 
@@ -88,6 +88,7 @@ class EmulatedGpu(device.Gpu):
 
     def __init__(self, module: Any) -> None:
         super().__init__(module, 0, torch.device("cpu"))
+        module.use_tensors(Tensor, Segment, torch.empty_like, _make_lse)
 
     def stream(self) -> int:
         return 0

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from backends import attention_dtypes, attention_head_dims, ops, small
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from kvspeed.ops import attention
 from kvspeed.segment import Segment
 from op_cases import DTYPES, OFFSETS, Case, frequencies
 
@@ -244,6 +246,53 @@ def test_no_offsets_need_no_frequencies():
     value = torch.cat((segment.value, case.tail_value), 2)
     expected = torch.nn.functional.scaled_dot_product_attention(case.query, key, value, enable_gqa=True)
     close(out, expected)
+
+
+@pytest.mark.without("cuda")
+def test_both_ways_into_the_compiled_code():
+    """Through Python and past it: the same bits."""
+    assert attention._reads_tensors or torch.__version__ < "2.10"
+    for _ in range(small(40, 8)):
+        case = Case(
+            heads=random.choice([2, 6]), rows=random.choice([1, 3]), tail=random.randrange(9), lengths=(5, 9, 0)
+        )
+        case.segments[0].first = torch.tensor([1, 3], dtype=torch.int32)
+        choice = random.choice
+        options = (
+            choice([None, 0.3]),
+            choice([0.0, 2.0]),
+            choice([None, 7]),
+            choice([30, -3]),
+            choice([None, torch.tensor([0, 2], dtype=torch.int32)]),
+            choice([None, torch.randn(case.query.shape[1])]),
+            choice([False, True]),
+            choice([False, True]),
+            choice([None, 4]),
+            None,
+        )
+        arguments = (case.query, case.segments, case.tail_key, case.tail_value, case.inv_freq, *options)
+        fast = attention._fast(arguments)
+        assert fast is not None or not attention._reads_tensors
+        results = [attention.run(*arguments) if fast is None else fast, attention.run_in_python(*arguments)]
+        pairs = [result if isinstance(result, tuple) else (result,) for result in results]
+        assert all(reference.same_bits(a, b) for a, b in zip(*pairs, strict=True)), options
+        assert pairs[0][0].stride() == pairs[1][0].stride()
+
+
+@pytest.mark.without("cuda")
+def test_nothing_is_leaked():
+    case = Case(lengths=(5, 6))
+    first = torch.zeros(2, dtype=torch.int32)
+    case.segments[0].first = first
+    things = [case.query, case.tail_key, case.segments[0], case.segments[0].key, case.segments, case.inv_freq, first]
+    case.run()
+    for bad in (None, 3):  # also where a call is refused
+        counts = [sys.getrefcount(thing) for thing in things]
+        for _ in range(20):
+            case.run()
+            with pytest.raises(TypeError):
+                case.run(softcap=bad if bad is None else "1")
+        assert [sys.getrefcount(thing) for thing in things] == counts
 
 
 @pytest.mark.every_isa

@@ -1,7 +1,9 @@
 # Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
 """`segment_attention` on plain tensors, all on the CPU or all on one GPU.
 
-The op runs once a layer and decoding step, so the call itself must be cheap. `_prepare` takes the arguments as they
+The op runs once a layer and decoding step, so the call itself must be cheap. Where torch lets C++ read tensors, the
+compiled code takes the arguments as they are (`_fast`), and what follows serves the calls that it does not take: those
+that are not plain, or wrong, or in a CUDA graph's capture. Without that, `_prepare` takes the arguments as they
 are, and tests them without preparing a message; where a test fails, `_normalise` checks everything again slowly,
 raises a precise error or brings the arguments to the plain form, and they are tried once more. Only what `_prepare`
 has passed reaches the compiled code.
@@ -19,7 +21,7 @@ from torch import Tensor
 
 from kvspeed.ops import checks as check
 from kvspeed.ops import paged
-from kvspeed.ops.device import Gpu, emulated, gpu_of
+from kvspeed.ops.device import Gpu, emulated, gpu_at, gpu_of
 from kvspeed.ops.native import _C, DTYPE_CODES, isa_variable
 from kvspeed.segment import Segment
 
@@ -47,6 +49,37 @@ def covers(query: Tensor) -> bool:
 
 def run(*arguments: Any) -> _Result:
     """See `kvspeed.ops.segment_attention`; the arguments are the same, all positional."""
+    if _reads_tensors:
+        result = _fast(arguments)
+        if result is not None:
+            return result
+    return run_in_python(*arguments)
+
+
+def _make_lse(query: Tensor) -> Tensor:
+    return torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+
+
+_reads_tensors: bool = _C.use_tensors(Tensor, Segment, torch.empty_like, _make_lse)
+
+
+def _fast(arguments: tuple[Any, ...]) -> _Result | None:
+    """One call into the compiled code; None where it does not take the arguments, and has done nothing."""
+    query = arguments[0]
+    if type(query) is not Tensor:
+        return None
+    if not query.is_cpu:
+        gpu = gpu_at(query.get_device()) if query.is_cuda else None
+        return None if gpu is None else gpu.try_attend(arguments)
+    gpu = emulated.get()
+    if gpu is not None:
+        return gpu.try_attend(arguments)
+    grad, threads = torch.is_grad_enabled(), torch.get_num_threads()
+    return _C.attend(*arguments, grad, threads, isa_variable.get(), None, None)
+
+
+def run_in_python(*arguments: Any) -> _Result:
+    """The same without reading tensors from C++."""
     try:
         prepared = _prepare(*arguments)
     except RuntimeError:  # tensors without strides or memory: sparse, wrapped; or on a device without kernels

@@ -29,12 +29,13 @@ from torch import Tensor
 
 from kvspeed.ops.native import _C, build_info
 
-__all__ = ["Frequencies", "Gpu", "cuda_refusal", "emulated", "gpu_of", "host_frequencies"]
+__all__ = ["Frequencies", "Gpu", "cuda_refusal", "emulated", "gpu_at", "gpu_of", "host_frequencies"]
 
 _KIND = 1  # KVSPEED_CUDA
 _MAX_ROWS = 1 << 14  # rotation rows kept on one GPU: 8 MB at R = 128
 _MAX_FREQUENCIES = 256  # tensors of frequencies whose host copies are kept
 _MAX_STREAMS = 32  # workspaces that a thread keeps on one GPU
+_NO_WORKSPACE = (0, 0, None)
 
 
 class Frequencies:
@@ -94,21 +95,45 @@ class Gpu:
 
     def launch(self, function: Callable[..., int], arguments: tuple[Any, ...]) -> None:
         """Enqueues an op of `module` with its arguments up to the number of threads, over a workspace as it needs."""
-        stream = self.stream()
-        held = self._held() if self.keeps_workspace() else None
-        pointer, size, _ = (0, 0, None) if held is None else held.get(stream, (0, 0, None))
+        kept, stream = self.keeps_workspace(), self.stream()
+        pointer, size, _ = self._held().get(stream, _NO_WORKSPACE) if kept else _NO_WORKSPACE
         needed = function(*arguments, 1, 0, (_KIND, self.index, stream, pointer, size))
-        if not needed:
-            return
-        if held is not None:
+        if needed:
+            pointer, size, memory = self._grown(needed, stream if kept else None)
+            if function(*arguments, 1, 0, (_KIND, self.index, stream, pointer, size)):
+                raise RuntimeError("kvspeed asked for a larger workspace twice; this is a fault of the library")
+            del memory  # not before the work is enqueued
+
+    def try_attend(self, arguments: tuple[Any, ...]) -> Any:
+        """segment_attention's result from its plain arguments, or None, as `module.attend`; None too in a capture."""
+        attend = self.module.attend
+        kept = self.keeps_workspace()
+        if not kept and self.where >= 0:
+            return None
+        grad, stream, known = torch.is_grad_enabled(), self.stream(), self._frequencies
+        pointer, size, _ = self._held().get(stream, _NO_WORKSPACE) if kept else _NO_WORKSPACE
+        result = attend(*arguments, grad, 1, 0, (_KIND, self.index, stream, pointer, size), known)
+        if type(result) is int:
+            pointer, size, _ = workspace = self._grown(result, stream if kept else None)
+            result = attend(*arguments, grad, 1, 0, (_KIND, self.index, stream, pointer, size), known)
+            del workspace
+        return result
+
+    def _grown(self, needed: int, stream: int | None) -> tuple[int, int, Tensor]:
+        """A workspace of at least `needed` bytes: address, size, and what must live until the work is enqueued.
+
+        It is kept for `stream`, unless that is None.
+        """
+        if stream is not None:
             needed = 1 << (needed - 1).bit_length()  # growing tails do not grow it every time
-        workspace = self._workspace(needed)
-        if held is not None:
+        memory = self._workspace(needed)
+        workspace = (memory.data_ptr(), needed, memory)
+        if stream is not None:
+            held = self._held()
             if len(held) >= _MAX_STREAMS:
                 held.clear()
-            held[stream] = (workspace.data_ptr(), needed, workspace)
-        if function(*arguments, 1, 0, (_KIND, self.index, stream, workspace.data_ptr(), needed)):
-            raise RuntimeError("kvspeed asked for a larger workspace twice; this is a fault of the library")
+            held[stream] = workspace
+        return workspace
 
     def _held(self) -> dict[int, tuple[int, int, Tensor]]:
         try:
@@ -194,6 +219,12 @@ def gpu_of(tensor: Tensor) -> Gpu | None:
     if isinstance(found, str):
         raise RuntimeError(f"a tensor is on {tensor.device}: {found}")
     return found
+
+
+def gpu_at(index: int) -> Gpu | None:
+    """The GPU of that index; None where this build cannot use it."""
+    found = _gpu(index)
+    return None if isinstance(found, str) else found
 
 
 def cuda_refusal(index: int) -> str | None:
