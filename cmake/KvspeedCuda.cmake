@@ -263,8 +263,14 @@ function(kvspeed_add_cuda target)
     list(APPEND flags --compress-mode=size)
   endif()
   target_compile_options(kvspeed_cuda PRIVATE ${flags})
+  if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)  # CMake before 3.26 or so knows it not
+    set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION -std=c++20 PARENT_SCOPE)
+    set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION -std=c++20 PARENT_SCOPE)
+  endif()
+  set_target_properties(kvspeed_cuda ${target} PROPERTIES CUDA_ARCHITECTURES "${CMAKE_CUDA_ARCHITECTURES}"
+    CUDA_RUNTIME_LIBRARY None)  # the static one, below: by name, since C++ links it
   set_target_properties(kvspeed_cuda PROPERTIES
-    CUDA_STANDARD 20 CUDA_STANDARD_REQUIRED ON CUDA_ARCHITECTURES "${CMAKE_CUDA_ARCHITECTURES}" CUDA_RUNTIME_LIBRARY Static
+    CUDA_STANDARD 20 CUDA_STANDARD_REQUIRED ON CUDA_EXTENSIONS OFF
     CUDA_VISIBILITY_PRESET hidden POSITION_INDEPENDENT_CODE ON JOB_POOL_COMPILE kvspeed_nvcc)
 
   target_sources(${target} PRIVATE $<TARGET_OBJECTS:kvspeed_cuda>)
