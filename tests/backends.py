@@ -106,7 +106,7 @@ class EmulatedGpu(device.Gpu):
         return torch.full((size,), 255, dtype=torch.uint8)
 
 
-_emulator: EmulatedGpu | None = None
+_emulator: EmulatedGpu | Exception | None = None
 
 
 def emulator() -> EmulatedGpu:
@@ -117,7 +117,12 @@ def emulator() -> EmulatedGpu:
         spec = importlib.util.spec_from_file_location("simt_build", path)
         build = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(build)
-        _emulator = EmulatedGpu(build.load())
+        try:
+            _emulator = EmulatedGpu(build.load())
+        except Exception as error:  # once is enough
+            _emulator = error
+    if isinstance(_emulator, Exception):
+        raise RuntimeError("the emulator could not be built") from _emulator
     return _emulator
 
 
