@@ -6,8 +6,8 @@
     python tests/simt/build.py driver --kernels rope_concat,upload
     python tests/simt/build.py extension
 
-Everything lies in a cache folder (KVSPEED_SIMT_CACHE, else ~/.cache/kvspeed/simt), one subfolder a tree and set of
-options; Ninja rebuilds there what has changed since. To link another program: its sources, compiled with
+Everything lies in a cache folder (KVSPEED_SIMT_CACHE, else build/simt in the tree), one subfolder a set of options;
+Ninja rebuilds there what has changed since. To link another program: its sources, compiled with
 -DKVSPEED_SIMT -Icsrc -Icsrc/include -Itests (and -fsanitize=thread for kernels), then libsimt_emulator.a of the
 folder that `python tests/simt/build.py selftest` prints, and -ldl -pthread.
 """
@@ -54,8 +54,10 @@ def _run(command: Sequence[str]) -> None:
 
 
 def cache() -> Path:
-    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvspeed" / "simt"
-    return Path(os.environ.get("KVSPEED_SIMT_CACHE") or default)
+    root = HERE.parents[1]
+    if not os.access(root, os.W_OK):
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvspeed"
+    return Path(os.environ.get("KVSPEED_SIMT_CACHE") or root / "build" / "simt")
 
 
 @contextlib.contextmanager
