@@ -30,6 +30,7 @@ from kvspeed.segment import Segment
 from torch import Tensor
 
 GPUS = ("simt", "cuda")
+CUDA = "cuda"  # torch's name of the device of the backend "cuda"
 _T = TypeVar("_T")
 
 
@@ -179,7 +180,7 @@ class _Mover:
         storage = value.untyped_storage()
         if storage.data_ptr() not in self._storages:
             whole = torch.empty(0, dtype=torch.uint8).set_(storage)
-            self._storages[storage.data_ptr()] = (whole, whole.to("cuda"))
+            self._storages[storage.data_ptr()] = (whole, whole.to(CUDA, copy=True))
         whole = self._storages[storage.data_ptr()][1].view(value.dtype)
         return whole.as_strided(value.shape, value.stride(), value.storage_offset())
 
@@ -222,7 +223,6 @@ class _Ops:
         kept = options.pop("inv_freq", None)
         result = op(*move(arguments), **{name: move(value) for name, value in options.items()}, **_given(kept, op))
         if writes:
-            torch.cuda.synchronize()
             move.back()
         return _home(result)
 

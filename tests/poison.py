@@ -74,7 +74,7 @@ def lazy_storage(elements: int, dtype: torch.dtype) -> Tensor:
     On a GPU there is no such thing; it has the memory, and the tensor lies there.
     """
     if backends.on_cuda():
-        return torch.zeros(elements, dtype=dtype, device="cuda")
+        return torch.zeros(elements, dtype=dtype, device=backends.CUDA)
     size = elements * dtype.itemsize
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
     return torch.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=dtype)
