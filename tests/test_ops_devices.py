@@ -303,6 +303,37 @@ def test_what_a_gpu_does_not_take_is_refused(gpu):
     assert not gpu.calls
 
 
+def test_the_compiled_code_refuses_on_the_cpu_what_only_gpus_read():
+    """Without kvspeed.ops before it: an embedder's view."""
+    call: dict[str, list] = {}
+
+    class Note(StandIn):
+        def _enqueue(self, function, arguments):
+            call["arguments"] = list(arguments[:-3])
+            return 0
+
+    case = gpu_case(rows=2, lengths=(), tail=3)
+    key = torch.randn(4, 16, 2, 64).bfloat16()
+    case.segments = [Segment(key, key, page_table=torch.tensor([2, 1], dtype=torch.int32))]
+    token = device.emulated.set(Note())
+    length = torch.tensor([3, 2], dtype=torch.int32)
+    results = case.run(tail_length=length)  # the arguments point to both
+    device.emulated.reset(token)
+    arguments = call["arguments"]
+    assert len(arguments[11][0]) == 17 and arguments[13] == length.data_ptr()
+    with pytest.raises(RuntimeError, match="not supported"):  # a length in memory
+        _C.segment_attention(*arguments, 1, 0, None)
+    arguments[13] = 0
+    with pytest.raises(RuntimeError, match="not supported"):  # pages
+        _C.segment_attention(*arguments, 1, 0, None)
+    arguments[11] = []
+    assert _C.segment_attention(*arguments, 1, 0, None) == 0 and not results[0].isnan().any()
+    assert _C.segment_attention_workspace(*arguments, 1, 0, None) > 0
+    if not _C.build_info()["cuda"]:
+        with pytest.raises(RuntimeError, match="not supported by this build"):
+            _C.segment_attention(*arguments, 1, 0, (1, 0, 0, 0, 0))
+
+
 def test_covers_on_the_cpu():
     for head_dim, taken in ((8, True), (12, False), (64, True), (256, True), (264, False), (0, False)):
         assert attention.covers(torch.empty(1, 1, 1, head_dim)) == taken

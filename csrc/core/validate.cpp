@@ -32,12 +32,15 @@ kvspeed_status check_pages(const kvspeed_rope_concat_args& g, int64_t end, kvspe
   return KVSPEED_OK;
 }
 
-kvspeed_status check_segment(const kvspeed_segment& s, const kvspeed_segment_attention_args& g) {
+kvspeed_status check_segment(const kvspeed_segment& s, const kvspeed_segment_attention_args& g, kvspeed_device device) {
   if (!is_size(s.tokens) || !is_position(s.offset) || !is_position(s.start)) return KVSPEED_INVALID_ARGUMENT;
   if (s.tokens > 0 && g.batch > 0 && g.heads > 0 && (s.key == nullptr || s.value == nullptr))
     return KVSPEED_INVALID_ARGUMENT;
-  if (s.offset != 0 && g.rotary_dim > 0 && g.inv_freq == nullptr) return KVSPEED_INVALID_ARGUMENT;
-  return KVSPEED_OK;
+  const bool has_row = device == KVSPEED_CUDA && s.rope != nullptr;
+  if (s.offset != 0 && g.rotary_dim > 0 && g.inv_freq == nullptr && !has_row) return KVSPEED_INVALID_ARGUMENT;
+  if (s.page_table == nullptr) return KVSPEED_OK;
+  if (device == KVSPEED_CPU) return KVSPEED_UNSUPPORTED;  // the CPU kernels would take a page for a row of the batch
+  return s.page_size > 0 && is_size(s.page_size) && is_size(s.pages) ? KVSPEED_OK : KVSPEED_INVALID_ARGUMENT;
 }
 
 }  // namespace
@@ -91,12 +94,12 @@ kvspeed_status validate(const kvspeed_segment_attention_args* args, kvspeed_devi
     return KVSPEED_INVALID_ARGUMENT;
   }
   for (int64_t i = 0; i < g.num_segments; ++i) {
-    const kvspeed_status status = check_segment(g.segments[i], g);
+    const kvspeed_status status = check_segment(g.segments[i], g, device);
     if (status != KVSPEED_OK) return status;
     if (__builtin_add_overflow(tokens, g.segments[i].tokens, &tokens)) return KVSPEED_INVALID_ARGUMENT;
   }
   if (g.tail.offset != 0) return KVSPEED_INVALID_ARGUMENT;
-  const kvspeed_status status = check_segment(g.tail, g);
+  const kvspeed_status status = check_segment(g.tail, g, device);
   if (status != KVSPEED_OK) return status;
   if (rows > 0 && (g.query == nullptr || g.out == nullptr)) return KVSPEED_INVALID_ARGUMENT;
   return KVSPEED_OK;

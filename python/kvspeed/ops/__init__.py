@@ -31,6 +31,7 @@ __all__ = [
 ]
 
 _is_compiling = torch.compiler.is_compiling
+_modes = torch._C._len_torch_dispatch_stack
 
 
 def rope_concat(
@@ -132,7 +133,7 @@ def segment_attention(
     Raises:
         TypeError, ValueError, RuntimeError: as in `rope_concat`.
     """
-    if _is_compiling() or library.must_dispatch(query):
+    if _is_compiling() or _modes() or (type(query) is not Tensor and library.must_dispatch(query)):
         out, lse = torch.ops.kvspeed.segment_attention(
             query,
             [segment.key for segment in segments],
