@@ -11,7 +11,7 @@ import reference
 import torch
 from backends import attention_dtype, is_gpu, ops, small
 from kvspeed.segment import Segment
-from op_cases import DTYPES, Case
+from op_cases import DTYPES, Case, accept_attention
 from poison import UNUSED_PAGE, Embedded
 
 pytestmark = [pytest.mark.usefixtures("backend"), pytest.mark.attention]
@@ -55,9 +55,7 @@ def check(case, paged, dense, **options):
     options.pop("split_tokens", None)
     truth = reference.segment_attention(*arguments, inv_freq=case.inv_freq, **options)
     own = reference.segment_attention_torch(*arguments, inv_freq=case.inv_freq, **options)
-    rounding = reference.score_rounding(*arguments[:3])
-    reference.accept(out, truth[0], own[0], "output", slack=rounding * truth[0].abs().max().item())
-    reference.accept(lse, truth[1], own[1], "lse", slack=rounding)
+    accept_attention((out, lse), truth, own, arguments)
     return out, lse
 
 
