@@ -105,8 +105,8 @@ void add_segment_tensor(const kvspeed_segment_attention_args& g, const kvspeed_s
 void add_segment(const kvspeed_segment_attention_args& g, const kvspeed_segment& s, bool tail) {
   add_segment_tensor(g, s, s.key, s.key_stride, tail ? "the tail's key" : "a segment's key");
   add_segment_tensor(g, s, s.value, s.value_stride, tail ? "the tail's value" : "a segment's value");
-  if (s.tokens == 0) return;
   add(s.first, static_cast<size_t>(g.batch) * 4, Allow::kRead, "a segment's first");
+  if (s.tokens == 0) return;
   add(s.rope, static_cast<size_t>(g.rotary_dim) * 4, Allow::kRead, "a segment's rope row");
   if (s.page_table != nullptr && s.page_size > 0) {
     const int64_t used = (s.tokens + s.page_size - 1) / s.page_size;
