@@ -127,6 +127,12 @@ def emulator() -> EmulatedGpu:
     return _emulator
 
 
+def reschedule(seed: int | None = None) -> None:
+    """Another order of blocks, warps and lanes for the kernels that the emulator runs from now on."""
+    seed = random.randrange(2**31) if seed is None else seed
+    emulator().module.simt_schedule(seed % 3, seed)
+
+
 @contextmanager
 def running(name: str) -> Iterator[None]:
     """Runs the ops of this module on a backend: an instruction set of the CPU, "cpu" for the best, "simt" or "cuda"."""
@@ -136,8 +142,7 @@ def running(name: str) -> Iterator[None]:
     try:
         if name == "simt":
             gpu = emulator()
-            seed = random.randrange(2**31)  # of the order of blocks, warps and lanes
-            gpu.module.simt_schedule(random.randrange(3), seed)
+            reschedule()
             token = device.emulated.set(gpu)
             yield
         else:

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import reference
 import torch
-from backends import attention_dtypes, attention_head_dims, ops, small
+from backends import attention_dtypes, attention_head_dims, ops, reschedule, small
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kvspeed.ops import attention
@@ -300,7 +300,19 @@ def test_nothing_is_leaked():
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_anything(data):
-    draw = data.draw
+    check_anything(data.draw)
+
+
+@pytest.mark.without("cpu", "cuda")
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data(), seed=st.integers(0, 10**9))
+def test_anything_in_any_order(data, seed):
+    """Many more in the emulator, each with another order of blocks, warps and lanes."""
+    reschedule(seed)
+    check_anything(data.draw)
+
+
+def check_anything(draw):
     heads_kv = draw(st.integers(1, 3), "heads_kv")
     case = Case(
         batch=draw(st.integers(1, 3), "batch"),
