@@ -3,8 +3,8 @@
 // Tiles of keys or values into shared memory for a block that walks through a segment.
 //
 // Eight threads share a row, so each copy instruction of a warp takes four runs of 128 bytes, and a thread's addresses
-// within a row are constants. Rows are 16 apart for a thread: one addition a row, and after a tile the pointer stands at
-// the next one.
+// within a row are constants. Rows are 16 apart for a thread: one addition a row, and after a tile the pointer stands
+// at the next one.
 #ifndef KVSPEED_CUDA_ATTENTION_TILE_CUH_
 #define KVSPEED_CUDA_ATTENTION_TILE_CUH_
 
@@ -22,14 +22,15 @@ KVS_DEVICE void for_chunks(int chunk, F f) {
   }
 }
 
-// Rows that lie one after the other and can be copied 16 bytes at a time. `from` is this thread's place in the tile's
-// first row of its own. Rows outside [low, high) become zeros; `whole`: there are none.
+// Rows that lie one after the other, the first at `from`, and that can be copied 16 bytes at a time. Rows outside
+// [low, high) become zeros.
 template <class T, int D, int kRows>
-KVS_DEVICE void copy_tile(T* tile, const T*& from, int64_t token_stride, int low, int high, bool whole, int thread) {
+KVS_DEVICE void copy_tile(T* tile, const T* from, int64_t token_stride, int low, int high, int thread) {
   const int row = thread / 8, chunk = thread % 8;
   T* to = tile + row * kPitch<D> + chunk * 8;
+  from += row * token_stride + chunk * 8;
   const int64_t step = kTileStep * token_stride;
-  if (whole) {
+  if (low <= 0 && high >= kRows) {
     KVS_UNROLL for (int r = 0; r < kRows; r += kTileStep) {
       for_chunks<D>(chunk, [&](int c) { gpu::copy16_async(to + r * kPitch<D> + c * 8, from + c * 8, true); });
       from += step;

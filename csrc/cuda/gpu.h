@@ -105,6 +105,12 @@ KVS_DEVICE float larger(float a, float b) { return fmaxf(a, b); }  // the other 
 // Products and sums that must not be fused, or must be, whatever the compiler prefers: results equal the CPU's.
 KVS_DEVICE float mul_rn(float a, float b) { return __fmul_rn(a, b); }
 KVS_DEVICE float fma_rn(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+// x itself, but computed from again wherever this is written: keeps what follows from it out of the registers of the
+// loops around, where the compiler would else carry it along.
+KVS_DEVICE int compute_here(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
 KVS_DEVICE uint32_t float_bits(float x) { return __float_as_uint(x); }
 KVS_DEVICE float bits_float(uint32_t x) { return __uint_as_float(x); }
 

@@ -14,6 +14,7 @@
 #define KVSPEED_CUDA_SEGMENT_PREFILL_CUH_
 
 #include "cuda/attention_nonfinite.cuh"
+#include "cuda/attention_query.cuh"
 #include "cuda/attention_state.cuh"
 #include "cuda/attention_tile.cuh"
 
@@ -40,8 +41,11 @@ struct PrefillShape {
 template <int kRows>
 struct PrefillBlock {
   DeviceSegment segment;
-  Visible seen;      // of that segment, by this batch row
-  int from, to;      // keys of it that any row of the block sees
+  Visible seen;  // of that segment, by this batch row
+  int from, to;  // keys of it that any row of the block sees
+  int index;     // of that segment
+  int tile_end;  // behind the last tile of it that the block takes
+  int plain;     // its rows can be copied by copy_tile
   int row0, batch, kv_head, split;
   int token[kRows];  // query token of each packed row
 };
@@ -63,9 +67,7 @@ class Prefill {
         keys_(query_ + Shape::kQueryNumbers),
         values_(keys_ + Shape::kTileNumbers),
         block_(*reinterpret_cast<Block*>(shared + Shape::kTileBytes)),
-        thread_(gpu::thread_index()),
-        lane_(thread_ % 32),
-        warp_row_(thread_ / 32 * Shape::kWarpRows) {
+        thread_(gpu::thread_index()) {
     const int tiles = (p.rows + Shape::kRows - 1) / Shape::kRows, tile = gpu::block_index() % tiles;
     const int row0 = (tiles - 1 - tile) * Shape::kRows;  // the longest of a causal prompt first
     const int rest = gpu::block_index() / tiles, split = rest / p.batch / p.heads_kv;
@@ -74,6 +76,7 @@ class Prefill {
       block_.batch = rest % p.batch;
       block_.kv_head = rest / p.batch % p.heads_kv;
       block_.split = split;
+      block_.index = (p.splits == 1 ? 0 : find_segment(p, split * p.split_units)) - 1;
     }
     KVS_UNROLL for (int m = 0; m < kRowTiles; ++m) {
       KVS_UNROLL for (int n = 0; n < D / 8; ++n) { KVS_UNROLL for (int e = 0; e < 4; ++e) sum_[m][n][e] = 0; }
@@ -82,35 +85,33 @@ class Prefill {
     for (int r = thread_; r < Shape::kRows; r += Shape::kThreads) {
       block_.token[r] = min_of(row0 + r, p.rows - 1) / p.group;
     }
-    segment_ = (p.splits == 1 ? 0 : find_segment(p, split * p.split_units)) - 1;
     gpu::sync_block();
   }
 
   KVS_DEVICE void run() {
-    bool pending = false;  // a tile's scores are there, its values too
 #pragma unroll 1
-    while (true) {
-      const bool more = next_tile();
-      if (more) load_keys();
+    while (next_segment()) {
+      load_keys();
       gpu::copy_commit();
-      if (pending) {
-        if (!weighed_) weigh_scores();
+      start_segment();
+#pragma unroll 1
+      for (bool more = true; more;) {
+        gpu::copy_wait<0>();
+        gpu::sync_block();  // the keys are there, and nobody reads the last values any more
+        load_values();
+        gpu::copy_commit();
+        form_scores();
+        KVS_UNROLL for (int m = 0; m < kRowTiles; ++m) cap_scores(score_[m], p_.softcap_factor);
+        const bool uneven = hide();
+        gpu::copy_wait<0>();
+        gpu::sync_block();  // the values are there, and nobody reads the keys any more
+        more = ++tile_ < block_.tile_end;
+        if (more) load_keys();
+        gpu::copy_commit();
+        weigh_scores();
+        if (uneven) isolate_nonfinite((tile_ - 1) * kKeys);
         add_values();
       }
-      if (!more) break;
-      pending = true;
-      gpu::copy_wait<0>();
-      gpu::sync_block();  // the keys are there, and nobody reads the last values any more
-      if (fresh_) start_segment();
-      load_values();
-      gpu::copy_commit();
-      form_scores();
-      KVS_UNROLL for (int m = 0; m < kRowTiles; ++m) cap_scores(score_[m], p_.softcap_factor);
-      hide();
-      gpu::copy_wait<0>();
-      gpu::sync_block();  // the values are there, and nobody reads the keys any more
-      weighed_ = false;
-      if (uneven_) isolate_nonfinite();
     }
     write();
   }
@@ -118,92 +119,94 @@ class Prefill {
  private:
   // ---- the walk ----------------------------------------------------------------------------------------------------
 
-  KVS_DEVICE bool next_tile() {
-    fresh_ = false;
-    return ++tile_ < tile_end_ || next_segment();
-  }
-
-  // To the first tile of the next segment of which any row sees a key in the split's range.
+  // To the first tile of the next segment of which any row sees a key in the split's range. Behind its last barrier all
+  // warps are done with the segment before.
   KVS_DEVICE bool next_segment() {
     const int begin = p_.splits == 1 ? 0 : block_.split * p_.split_units;
     const int end = p_.splits == 1 ? kMaxTokens : begin + p_.split_units;
+    int index = block_.index;
 #pragma unroll 1
-    while (++segment_ < p_.num_segments) {
-      if (p_.splits > 1 && unit_begin(p_, segment_) >= end) return false;
-      load_segment(&block_.segment, p_, segment_, thread_);
+    while (++index < p_.num_segments) {
+      if (p_.splits > 1 && unit_begin(p_, index) >= end) return false;
       gpu::sync_block();
-      const Visible seen = visible_keys(p_, block_.segment, block_.batch);
-      const int before = p_.splits == 1 ? 0 : block_.segment.unit_begin;
+      load_segment(&block_.segment, p_, index, thread_);
+      gpu::sync_block();
+      const DeviceSegment& s = block_.segment;
+      const Visible seen = visible_keys(p_, s, block_.batch);
+      const int before = p_.splits == 1 ? 0 : s.unit_begin;
       const int from = seen.low_of(block_.token[0]), to = seen.high_of(block_.token[Shape::kRows - 1]);
       tile_ = max_of(from / kKeys, begin - before);
-      tile_end_ = min_of((to + kKeys - 1) / kKeys, end - before);
-      const bool any = from < to && tile_ < tile_end_;
-      if (any && thread_ == 0) block_.seen = seen, block_.from = from, block_.to = to;
+      const int tile_end = min_of((to + kKeys - 1) / kKeys, end - before);
+      if (from >= to || tile_ >= tile_end) continue;
+      const bool plain = s.aligned && s.page_table == nullptr;
+      if (thread_ == 0) {
+        block_.seen = seen;
+        block_.from = from, block_.to = to;
+        block_.index = index;
+        block_.tile_end = tile_end;
+        block_.plain = plain;
+      }
       gpu::sync_block();
-      if (!any) continue;
-      fresh_ = true;
-      const DeviceSegment& s = block_.segment;
-      plain_ = s.aligned && s.page_table == nullptr;
-      if (plain_) key_ = first_row(s, s.key, s.key_stride);
       return true;
     }
     return false;
   }
 
-  KVS_DEVICE const T* first_row(const DeviceSegment& s, const void* data, const int64_t (&stride)[3]) {
-    return head_start<T>(s, data, stride, block_.batch, block_.kv_head) + (tile_ * kKeys + thread_ / 8) * stride[2] +
-           thread_ % 8 * 8;
-  }
-
   // The query rows of this warp, turned for the segment.
   KVS_DEVICE void start_segment() {
     const DeviceSegment& s = block_.segment;
-    if (plain_) value_ = first_row(s, s.value, s.value_stride);
+    const int thread = gpu::compute_here(thread_), lane = thread % 32, warp = thread / 32;
+    const int row0 = block_.row0 + warp * Shape::kWarpRows;
     if constexpr (Shape::kQueryInRegisters) {
-      T* stage = values_ + thread_ / 32 * 16 * kPitch<D>;
+      T* stage = values_ + warp * 16 * kPitch<D>;
       KVS_UNROLL for (int m = 0; m < kRowTiles; ++m) {
-        load_query<T, D, 16, 32>(stage, p_, s, block_.batch, block_.kv_head, block_.row0 + warp_row_ + 16 * m, lane_);
+        load_query_rows<T, D, 16>(stage, p_, s, block_.batch, block_.kv_head, row0 + 16 * m, lane);
         gpu::sync_warp();
         KVS_UNROLL for (int k = 0; k < D / 16; ++k) {
-          gpu::load_matrix_x4(turned_[m][k], stage + lane_ % 16 * kPitch<D> + lane_ / 16 * 8 + k * 16);
+          gpu::load_matrix_x4(turned_[m][k], stage + lane_place(lane) + k * 16);
         }
         gpu::sync_warp();
       }
       gpu::sync_block();  // the values may come
     } else {
-      load_query<T, D, Shape::kWarpRows, 32>(query_ + warp_row_ * kPitch<D>, p_, s, block_.batch, block_.kv_head,
-                                             block_.row0 + warp_row_, lane_);
+      load_query_rows<T, D, Shape::kWarpRows>(query_ + warp * Shape::kWarpRows * kPitch<D>, p_, s, block_.batch,
+                                              block_.kv_head, row0, lane);
       gpu::sync_warp();
     }
   }
 
   KVS_DEVICE void load_keys() {
     const DeviceSegment& s = block_.segment;
-    load(keys_, key_, s.key, s.key_stride);
+    load(keys_, s.key, s.key_stride);
   }
   KVS_DEVICE void load_values() {
     const DeviceSegment& s = block_.segment;
-    load(values_, value_, s.value, s.value_stride);
+    load(values_, s.value, s.value_stride);
   }
-  KVS_DEVICE void load(T* tile, const T*& from, const void* data, const int64_t (&stride)[3]) {
-    const int key = tile_ * kKeys, low = block_.from, high = block_.to;
-    if (plain_) {
-      copy_tile<T, D, kKeys>(tile, from, stride[2], low - key, high - key, key >= low && key + kKeys <= high, thread_);
+  KVS_DEVICE void load(T* tile, const void* data, const int64_t (&stride)[3]) {
+    const DeviceSegment& s = block_.segment;
+    const T* start = head_start<T>(s, data, stride, block_.batch, block_.kv_head);
+    const int key = tile_ * kKeys, low = block_.from, high = block_.to, thread = gpu::compute_here(thread_);
+    if (block_.plain) {
+      copy_tile<T, D, kKeys>(tile, start + key * stride[2], stride[2], low - key, high - key, thread);
     } else {
-      const DeviceSegment& s = block_.segment;
-      gather_tile<T, D, kKeys>(tile, s, head_start<T>(s, data, stride, block_.batch, block_.kv_head), stride, block_.batch, key, low,
-                               high, thread_);
+      gather_tile<T, D, kKeys>(tile, s, start, stride, block_.batch, key, low, high, thread);
     }
   }
 
   // ---- the two products --------------------------------------------------------------------------------------------
 
+  // Where this lane's row of a 16 x 16 part of a tile begins, for matrix loads: the same for queries, keys and values,
+  // so that one register serves all. Keys are the columns of their product: theirs come as matrices 0, 2 and 1, 3.
+  KVS_DEVICE static int lane_place(int thread) { return thread % 16 * kPitch<D> + thread % 32 / 16 * 8; }
+
   KVS_DEVICE void form_scores() {
     KVS_UNROLL for (int m = 0; m < kRowTiles; ++m) {
       KVS_UNROLL for (int n = 0; n < kKeys / 8; ++n) { KVS_UNROLL for (int e = 0; e < 4; ++e) score_[m][n][e] = 0; }
     }
-    const T* key_row = keys_ + (lane_ % 8 + lane_ / 16 * 8) * kPitch<D> + lane_ / 8 % 2 * 8;
-    const T* query_row = query_ + (warp_row_ + lane_ % 16) * kPitch<D> + lane_ / 16 * 8;
+    const int thread = gpu::compute_here(thread_);
+    const T* key_row = keys_ + lane_place(thread);
+    const T* query_row = query_ + thread / 32 * Shape::kWarpRows * kPitch<D> + lane_place(thread);
     KVS_UNROLL for (int k = 0; k < D / 16; ++k) {
       uint32_t reloaded[kRowTiles][4];
       if constexpr (!Shape::kQueryInRegisters) {
@@ -215,9 +218,10 @@ class Prefill {
         uint32_t b[4];
         gpu::load_matrix_x4(b, key_row + n * 16 * kPitch<D> + k * 16);
         KVS_UNROLL for (int m = 0; m < kRowTiles; ++m) {
-          const uint32_t(&a)[4] = Shape::kQueryInRegisters ? turned_[m][Shape::kQueryInRegisters ? k : 0] : reloaded[m];
-          gpu::mma_m16n8k16<T>(score_[m][2 * n], a, b[0], b[1]);
-          gpu::mma_m16n8k16<T>(score_[m][2 * n + 1], a, b[2], b[3]);
+          const uint32_t (&a)[4] =
+              Shape::kQueryInRegisters ? turned_[m][Shape::kQueryInRegisters ? k : 0] : reloaded[m];
+          gpu::mma_m16n8k16<T>(score_[m][2 * n], a, b[0], b[2]);
+          gpu::mma_m16n8k16<T>(score_[m][2 * n + 1], a, b[1], b[3]);
         }
       }
     }
@@ -234,12 +238,12 @@ class Prefill {
   }
 
   KVS_DEVICE void add_values() {
-    const T* value_row = values_ + lane_ % 16 * kPitch<D> + lane_ / 16 * 8;
+    const T* value_row = values_ + lane_place(gpu::compute_here(thread_));
     KVS_UNROLL for (int k = 0; k < kKeys / 16; ++k) {
       uint32_t a[kRowTiles][4];
       KVS_UNROLL for (int m = 0; m < kRowTiles; ++m) {
         KVS_UNROLL for (int i = 0; i < 4; ++i) {
-          const float(&w)[4] = score_[m][2 * k + i / 2];
+          const float (&w)[4] = score_[m][2 * k + i / 2];
           a[m][i] = gpu::pack2<T>(w[i % 2 * 2], w[i % 2 * 2 + 1]);
         }
       }
@@ -256,32 +260,42 @@ class Prefill {
 
   // ---- what is not seen --------------------------------------------------------------------------------------------
 
-  KVS_DEVICE int row_token(int m, int r) { return block_.token[warp_row_ + 16 * m + 8 * r + lane_ / 4]; }
+  KVS_DEVICE int row_token(int thread, int m, int r) {
+    return block_.token[thread / 32 * Shape::kWarpRows + 16 * m + 8 * r + thread % 32 / 4];
+  }
 
-  KVS_DEVICE void hide() {
-    const int key = tile_ * kKeys;
+  // Hides keys from the rows that do not see them; returns whether the tile has keys that only some rows see.
+  KVS_DEVICE bool hide() {
+    const int key = tile_ * kKeys, thread = gpu::compute_here(thread_), warp_row = thread / 32 * Shape::kWarpRows;
     const Visible& seen = block_.seen;
-    const int first = block_.token[warp_row_], last = block_.token[warp_row_ + Shape::kWarpRows - 1];
+    const int first = block_.token[warp_row], last = block_.token[warp_row + Shape::kWarpRows - 1];
     const int low = seen.low_of(last), high = seen.high_of(first);  // what all rows of the warp see
     if (key < low || key + kKeys > high) {
       KVS_UNROLL for (int m = 0; m < kRowTiles; ++m) {
         KVS_UNROLL for (int r = 0; r < 2; ++r) {
-          const int token = row_token(m, r);
-          hide_scores(score_[m], r, key + lane_ % 4 * 2, seen.low_of(token), seen.high_of(token));
+          const int token = row_token(thread, m, r);
+          hide_scores(score_[m], r, key + thread % 4 * 2, seen.low_of(token), seen.high_of(token));
         }
       }
     }
-    // Keys that only some rows of the block see.
-    uneven_ = (key < seen.low_of(block_.token[Shape::kRows - 1]) && key + kKeys > block_.from) ||
-              (key + kKeys > seen.high_of(block_.token[0]) && key < block_.to);
-    uneven_ = uneven_ && block_.token[0] != block_.token[Shape::kRows - 1] && (block_.segment.causal || p_.window > 0);
-    if (plain_ || pages_exist(block_.segment, block_.batch, max_of(key, block_.from), min_of(key + kKeys, block_.to), lane_)) {
-      return;
-    }
+    if (!block_.plain) hide_missing_pages(key);
+    const int first_token = block_.token[0], last_token = block_.token[Shape::kRows - 1];
+    return first_token != last_token &&
+           (key < min_of(seen.low_of(last_token), block_.to) ||
+            key + kKeys > max_of(seen.high_of(first_token), block_.from)) &&
+           (seen.low_of(first_token) != seen.low_of(last_token) ||
+            seen.high_of(first_token) != seen.high_of(last_token));
+  }
+
+  KVS_DEVICE void hide_missing_pages(int key) {
+    const DeviceSegment& s = block_.segment;
+    const int lane = gpu::compute_here(thread_) % 32;
+    const int from = max_of(key, block_.from), to = min_of(key + kKeys, block_.to);
+    if (pages_exist(s, block_.batch, from, to, lane)) return;
     KVS_UNROLL for (int n = 0; n < kKeys / 8; ++n) {
       KVS_UNROLL for (int e = 0; e < 2; ++e) {
-        const int token = key + n * 8 + lane_ % 4 * 2 + e;
-        if (token >= block_.from && token < block_.to && find_page(block_.segment, block_.batch, token).page < 0) {
+        const int token = key + n * 8 + lane % 4 * 2 + e;
+        if (token >= from && token < to && find_page(s, block_.batch, token).page < 0) {
           KVS_UNROLL for (int m = 0; m < kRowTiles; ++m) score_[m][n][e] = score_[m][n][2 + e] = kMinusInfinity;
         }
       }
@@ -289,19 +303,18 @@ class Prefill {
   }
 
   // See attention_nonfinite.cuh. All warps read the whole tile, so they agree.
-  KVS_DEVICE void isolate_nonfinite() {
-    if (!any_nonfinite<T, D, kKeys>(values_, lane_)) return;
-    weigh_scores();
-    weighed_ = true;
+  KVS_DEVICE void isolate_nonfinite(int key) {
+    const int thread = gpu::compute_here(thread_), lane = thread % 32;
+    if (!any_nonfinite<T, D, kKeys>(values_, lane)) return;
     KVS_UNROLL for (int m = 0; m < kRowTiles; ++m) {
       KVS_UNROLL for (int r = 0; r < 2; ++r) {
-        const int token = row_token(m, r);
-        add_nonfinite<T, D, kKeys>(sum_[m], r, values_, tile_ * kKeys, block_.seen.low_of(token),
-                                   block_.seen.high_of(token), lane_);
+        const int token = row_token(thread, m, r);
+        add_nonfinite<T, D, kKeys>(sum_[m], r, values_, key, block_.seen.low_of(token), block_.seen.high_of(token),
+                                   lane);
       }
     }
     gpu::sync_block();
-    clear_nonfinite<T, D, kKeys, Shape::kThreads>(values_, thread_);
+    clear_nonfinite<T, D, kKeys, Shape::kThreads>(values_, thread);
     gpu::sync_block();
   }
 
@@ -310,23 +323,24 @@ class Prefill {
   // Through shared memory, 16 rows a warp at a time, so that each thread writes eight neighbours.
   KVS_DEVICE void write() {
     gpu::sync_block();
-    float* stage = reinterpret_cast<float*>(query_) + thread_ / 32 * 16 * kPitch<D>;
+    const int thread = gpu::compute_here(thread_), lane = thread % 32;
+    float* stage = reinterpret_cast<float*>(query_) + thread / 32 * 16 * kPitch<D>;
     KVS_UNROLL for (int m = 0; m < kRowTiles; ++m) {
-      const int row0 = block_.row0 + warp_row_ + 16 * m;
+      const int row0 = block_.row0 + thread / 32 * Shape::kWarpRows + 16 * m;
       KVS_UNROLL for (int r = 0; r < 2; ++r) {
-        const int row = 8 * r + lane_ / 4;
+        const int row = 8 * r + lane / 4;
         const RowPlace place = place_of(p_, block_.kv_head, min_of(row0 + row, p_.rows - 1));
         const RowResult result =
             row_result(p_, row_[m][r].maximum * p_.score_factor, add_lanes(row_[m][r].sum), place.head);
-        if (lane_ % 4 == 0 && row0 + row < p_.rows) write_lse(p_, block_.split, block_.batch, place, result.lse);
+        if (lane % 4 == 0 && row0 + row < p_.rows) write_lse(p_, block_.split, block_.batch, place, result.lse);
         KVS_UNROLL for (int n = 0; n < D / 8; ++n) {
-          *reinterpret_cast<float2*>(stage + row * kPitch<D> + 8 * n + lane_ % 4 * 2) =
+          *reinterpret_cast<float2*>(stage + row * kPitch<D> + 8 * n + lane % 4 * 2) =
               make_float2(sum_[m][n][2 * r] * result.factor, sum_[m][n][2 * r + 1] * result.factor);
         }
       }
       gpu::sync_warp();
 #pragma unroll 1
-      for (int index = lane_; index < 16 * (D / 8); index += 32) {
+      for (int index = lane; index < 16 * (D / 8); index += 32) {
         const int row = index / (D / 8), column = index % (D / 8) * 8;
         if (row0 + row >= p_.rows) continue;
         float v[8];
@@ -343,10 +357,8 @@ class Prefill {
   const AttentionParams& p_;
   T *query_, *keys_, *values_;
   Block& block_;
-  int thread_, lane_, warp_row_;  // warp_row_: the warp's first row within the block's
-  int segment_, tile_ = 0, tile_end_ = 0;
-  bool fresh_ = false, plain_ = false, uneven_ = false, weighed_ = false;
-  const T *key_ = nullptr, *value_ = nullptr;  // where this thread's part of the next tile lies, where plain_
+  int thread_;
+  int tile_ = 0;
   uint32_t turned_[Shape::kQueryInRegisters ? kRowTiles : 1][Shape::kQueryInRegisters ? D / 16 : 1][4];
   float score_[kRowTiles][kKeys / 8][4];
   float sum_[kRowTiles][D / 8][4];
