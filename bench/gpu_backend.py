@@ -20,10 +20,10 @@ def active(run: Run) -> Iterator[None]:
     """
     torch.manual_seed(int.from_bytes(os.urandom(4), "little"))
     if run.backend == "simt":
-        from backends import use  # of tests/
+        from backends import running  # of tests/
 
         torch.set_num_threads(1)
-        with use("simt"):
+        with running("simt"):
             yield
         return
     if run.backend == "cuda":

@@ -21,7 +21,7 @@ WORK = ROOT / "build" / "bench-gpu"
 NATIVE = ("gpu_wrappers", "gpu_ops")  # programs in tests/native
 SANITIZER = ("memcheck", "racecheck", "initcheck", "synccheck")
 # A few of the tests of the ops for --dry-run; the whole of them runs in the test suite.
-DRY_TESTS = ("tests/test_ops_merge_states.py", "-k", "empty or oracle", "--maxfail=1")
+DRY_TESTS = ("tests/test_ops_merge_states.py", "--maxfail=1")
 
 
 def command(
@@ -112,7 +112,7 @@ def _build_emulator(run: Run) -> None:
 def native_program(run: Run, name: str) -> Path:
     """Builds one of tests/native; for the emulator where that is the backend."""
     if run.backend == "simt":
-        from simt.build import native_program as emulated  # of tests/
+        from simt.build import program as emulated  # of tests/
 
         return Path(emulated(name))
     WORK.mkdir(parents=True, exist_ok=True)
@@ -177,16 +177,14 @@ def sanitizer(run: Run) -> None:
 
 def tests(run: Run) -> None:
     """The op tests on this backend. Where pytest-xdist is installed, in several processes."""
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short"]
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", "-k", run.backend]
     if run.dry:
         words += DRY_TESTS
     else:
         words += [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests").glob("test_ops_*.py"))]
         if importlib.util.find_spec("xdist") is not None:
             words += ["-n", str(min(8, os.cpu_count() or 1))]
-    code, output, seconds = command(
-        run, words, seconds=run.seconds, environment={"KVSPEED_TEST_BACKENDS": run.backend, "OMP_NUM_THREADS": "1"}
-    )
+    code, output, seconds = command(run, words, seconds=run.seconds, environment={"OMP_NUM_THREADS": "1"})
     counts = {
         word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|skipped|errors?)", tail(output, 1))
     }

@@ -6,9 +6,11 @@
 //   nvcc -std=c++20 -Icsrc -Icsrc/include -Itests -arch=native tests/native/gpu_wrappers.cu -o wrappers && ./wrappers
 //
 // Prints one line a check; the exit status is the number of failures.
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <random>
@@ -113,9 +115,10 @@ std::vector<uint32_t> random_words(size_t count) {
 template <class Params>
 void run(const char* what, void (*kernel)(Params), gpu::Grid grid, int threads, int shared_bytes,
          const Params& params) {
+  kvspeed::native::show_arrays();
   const int error = gpu::launch(kernel, grid, threads, shared_bytes, gpu::Stream{}, params);
   if (error != 0) {
-    std::printf("FAIL %s: the launch returned %d\n", what, error);
+    std::printf("FAIL %s: the launch returned %d: %s\n", what, error, kvspeed::native::error_text(error).c_str());
     std::exit(1);
   }
   kvspeed::native::finish(what);
@@ -129,7 +132,7 @@ struct PlaceParams {
 KVS_KERNEL(64, 1) void place_kernel(KVS_PARAM PlaceParams p) {
   const int block = (gpu::block_index_z() * 3 + gpu::block_index_y()) * gpu::block_count() + gpu::block_index();
   int32_t* out = p.out + (block * 64 + gpu::thread_index()) * 5;
-  gpu::store_u32(out, static_cast<uint32_t>(gpu::thread_index()));
+  gpu::store_u32(out, static_cast<uint32_t>(gpu::compute_here(gpu::thread_index())));
   gpu::store_u32(out + 1, static_cast<uint32_t>(gpu::block_index()));
   gpu::store_u32(out + 2, static_cast<uint32_t>(gpu::block_index_y()));
   gpu::store_u32(out + 3, static_cast<uint32_t>(gpu::block_index_z()));
@@ -138,7 +141,8 @@ KVS_KERNEL(64, 1) void place_kernel(KVS_PARAM PlaceParams p) {
 
 void check_places() {
   constexpr int kX = 4, kY = 3, kZ = 2, kThreads = 64;
-  DeviceArray<int32_t> out(std::vector<int32_t>(kX * kY * kZ * kThreads * 5, -1));
+  DeviceArray<int32_t> out(kX * kY * kZ * kThreads * 5);
+  out.fill(-1);
   run("places", place_kernel, {kX, kY, kZ}, kThreads, 0, PlaceParams{out.data()});
   const std::vector<int32_t> got = out.host();
   size_t wrong = 0, at = 0;
@@ -151,7 +155,7 @@ void check_places() {
       }
     }
   }
-  expect("thread_index, block_index, block_index_y, block_index_z, block_count", wrong, at);
+  expect("thread_index, block_index, block_index_y, block_index_z, block_count, compute_here", wrong, at);
 }
 
 // ---- numbers -------------------------------------------------------------------------------------------------------
@@ -222,18 +226,23 @@ void check_numbers(const char* type) {
 
 struct MathParams {
   const float* in;  // [n][3]
-  uint32_t* out;    // [n][5]
+  uint32_t* out;    // [n][8]
   int n;
 };
-KVS_KERNEL(256, 1) void math_kernel(KVS_PARAM MathParams p) {
+KVS_KERNEL(256, 1)
+void math_kernel(KVS_PARAM MathParams p) {
   for (int i = gpu::thread_index(); i < p.n; i += 256) {
     const float a = gpu::load_float(p.in + 3 * i), b = gpu::load_float(p.in + 3 * i + 1);
     const float c = gpu::load_float(p.in + 3 * i + 2);
-    gpu::store_u32(p.out + 5 * i, gpu::float_bits(gpu::mul_rn(a, b) + c));  // two roundings, whatever nvcc would fuse
-    gpu::store_u32(p.out + 5 * i + 1, gpu::float_bits(gpu::fma_rn(a, b, c)));
-    gpu::store_u32(p.out + 5 * i + 2, gpu::float_bits(gpu::exp2_approx(a)));
-    gpu::store_float(reinterpret_cast<float*>(p.out) + 5 * i + 3, gpu::bits_float(gpu::float_bits(c)));
-    gpu::store_float(reinterpret_cast<float*>(p.out) + 5 * i + 4, gpu::from_float<float>(gpu::to_float(c)));
+    uint32_t* out = p.out + 8 * i;
+    gpu::store_u32(out, gpu::float_bits(gpu::mul_rn(a, b) + c));  // two roundings, whatever nvcc would fuse
+    gpu::store_u32(out + 1, gpu::float_bits(gpu::fma_rn(a, b, c)));
+    gpu::store_u32(out + 2, gpu::float_bits(gpu::exp2_approx(a)));
+    gpu::store_float(reinterpret_cast<float*>(out + 3), gpu::bits_float(gpu::float_bits(c)));
+    gpu::store_float(reinterpret_cast<float*>(out + 4), gpu::from_float<float>(gpu::to_float(c)));
+    gpu::store_u32(out + 5, gpu::float_bits(gpu::reciprocal_approx(b)));
+    gpu::store_u32(out + 6, gpu::float_bits(gpu::log2_accurate(b * b)));
+    gpu::store_u32(out + 7, gpu::float_bits(gpu::larger(i % 5 == 0 ? gpu::bits_float(0x7fc00000u) : a, b)));
   }
 }
 
@@ -243,31 +252,46 @@ void check_math() {
   std::vector<float> in(3 * kCount);
   for (int i = 0; i < kCount; ++i) {
     in[3 * i] = i % 2 ? near_one(generator) : uniform(generator);
-    in[3 * i + 1] = uniform(generator);
+    in[3 * i + 1] = i % 3 ? uniform(generator) : std::exp2(uniform(generator) / 3);
     in[3 * i + 2] = uniform(generator) * 100.0f;
   }
   in[0] = -INFINITY, in[3] = 0.0f, in[6] = 127.0f, in[9] = -126.0f, in[12] = -1000.0f;
+  in[1] = INFINITY, in[4] = 1.0f;
   DeviceArray<float> input(in);
-  DeviceArray<uint32_t> output(5 * kCount);
+  DeviceArray<uint32_t> output(8 * kCount);
   run("math", math_kernel, {1, 1, 1}, 256, 0, MathParams{input.data(), output.data(), kCount});
   const std::vector<uint32_t> got = output.host();
-  size_t wrong_mul = 0, wrong_fma = 0, wrong_exp = 0, wrong_bits = 0;
-  double worst = 0;
+  size_t wrong_mul = 0, wrong_fma = 0, wrong_exp = 0, wrong_bits = 0, wrong_over = 0, wrong_log = 0, wrong_larger = 0;
+  double worst_exp = 0, worst_over = 0, worst_log = 0;
   for (int i = 0; i < kCount; ++i) {
     const float a = in[3 * i], b = in[3 * i + 1], c = in[3 * i + 2];
+    const uint32_t* out = &got[8 * i];
     volatile float product = a * b;  // volatile: the host must not fuse it either
-    wrong_mul += !same(float_of(got[5 * i]), product + c);
-    wrong_fma += !same(float_of(got[5 * i + 1]), std::fma(a, b, c));
-    const double exact = std::exp2(static_cast<double>(a)), found = float_of(got[5 * i + 2]);
-    const double error = exact < 1.1754944e-38 ? found : std::fabs(found - exact) / exact;  // below: flushed to 0
-    worst = std::max(worst, error);
+    wrong_mul += !same(float_of(out[0]), product + c);
+    wrong_fma += !same(float_of(out[1]), std::fma(a, b, c));
+    const double power = std::exp2(static_cast<double>(a)), found = float_of(out[2]);
+    const double error = power < 1.1754944e-38 ? found : std::fabs(found - power) / power;  // below: flushed to 0
+    worst_exp = std::max(worst_exp, error);
     wrong_exp += !(error <= std::ldexp(1.0, -22));
-    wrong_bits += got[5 * i + 3] != bits_of(c) || got[5 * i + 4] != bits_of(c);
+    wrong_bits += out[3] != bits_of(c) || out[4] != bits_of(c);
+    const double over = std::isinf(b) ? std::fabs(float_of(out[5])) : std::fabs(float_of(out[5]) * double(b) - 1);
+    worst_over = std::max(worst_over, over);
+    wrong_over += !(over <= std::ldexp(1.0, -22));
+    volatile float square = b * b;
+    const double log = std::log2(static_cast<double>(square));
+    const double off = std::isinf(b) ? (float_of(out[6]) == INFINITY ? 0 : 1)
+                                     : std::fabs(float_of(out[6]) - log) / std::max(std::fabs(log), 1e-4);
+    worst_log = std::max(worst_log, off);
+    wrong_log += !(off <= std::ldexp(1.0, -21));
+    wrong_larger += !same(float_of(out[7]), i % 5 == 0 ? b : std::max(a, b));
   }
   expect("mul_rn", wrong_mul, kCount);
   expect("fma_rn", wrong_fma, kCount);
   expect("exp2_approx", wrong_exp, kCount);
-  std::printf("     exp2_approx: largest relative error %.2e\n", worst);
+  expect("reciprocal_approx", wrong_over, kCount);
+  expect("log2_accurate", wrong_log, kCount);
+  std::printf("     largest relative errors %.2e, %.2e, %.2e\n", worst_exp, worst_over, worst_log);
+  expect("larger", wrong_larger, kCount);
   expect("float_bits, bits_float, to_float<float>, from_float<float>, load_float, store_float", wrong_bits, kCount);
 }
 
@@ -308,7 +332,8 @@ void check_memory() {
   for (unsigned char& byte : in) byte = static_cast<unsigned char>(generator());
   const uint32_t payload = 0x7fa12345u;  // a NaN with a payload, which must survive
   std::memcpy(&in[20], &payload, 4);
-  DeviceArray<unsigned char> input(in), output(std::vector<unsigned char>(kWays * 256, 0xee));
+  DeviceArray<unsigned char> input(in), output(kWays * 256);
+  output.fill(0xee);
   run("memory", memory_kernel, {1, 1, 1}, 32, 0, MemoryParams{input.data(), output.data()});
   const std::vector<unsigned char> got = output.host();
   const char* names[kWays] = {"load16_stream, stream_policy, store16",
