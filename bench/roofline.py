@@ -11,6 +11,7 @@ nominal figures, unless the table says which published rate it uses instead.
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -285,8 +286,85 @@ def flops() -> Table:
     return ("prompt", "unpatched", "k = 24", "k = 16"), rows
 
 
+# ---- what fits on a multiprocessor ---------------------------------------------------------------------------------
+
+# Threads and KiB of shared memory of one SM, by architecture; each block takes 1 KiB more than it asks for. Registers
+# are 65536 everywhere, given out to warps in steps of 256.
+SM_LIMITS = {80: (2048, 164), 86: (1536, 100), 89: (1536, 100), 90: (2048, 228), 100: (2048, 228), 120: (1536, 100)}
+REGISTERS = Path(__file__).resolve().parent.parent / "csrc" / "cuda" / "registers.json"
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of one kernel: threads, shared bytes, and bytes of keys and values on their way while it computes."""
+
+    threads: int
+    shared: int
+    in_flight: int
+
+
+def decode_block(head_dim: int) -> Block:
+    """As csrc/cuda/segment_decode.cuh has it; tests/test_bench_roofline.py compares."""
+    pitch, warps, runs = head_dim + 8, 4 if head_dim <= 128 else 2, 3 if head_dim <= 96 else 2
+    ring = warps * runs * 2 * 16 * pitch * 2
+    return Block(32 * warps, 128 + 16 * pitch * 2 + ring, warps * (2 * runs - 1) * 16 * head_dim * 2)
+
+
+def prefill_block(head_dim: int, row_tiles: int) -> Block:
+    """As csrc/cuda/segment_prefill.cuh has it."""
+    pitch, rows, keys = head_dim + 8, 64 * row_tiles, 32 if head_dim > 128 else 64
+    query = 0 if row_tiles * head_dim <= 128 else rows * pitch
+    own = (128 + 16 + 9 * 4 + 4 * rows + 7) // 8 * 8
+    return Block(128, (query + 2 * keys * pitch) * 2 + own, keys * head_dim * 2)
+
+
+BLOCKS = {
+    **{f"decode, D = {d}": (f"segment_decode_kernel<bf16, {d}>", decode_block(d)) for d in (64, 80, 96, 128, 256)},
+    **{f"prefill 64, D = {d}": (f"segment_prefill_kernel<bf16, {d}, 1>", prefill_block(d, 1)) for d in (64, 128, 256)},
+    **{f"prefill 128, D = {d}": (f"segment_prefill_kernel<bf16, {d}, 2>", prefill_block(d, 2)) for d in (64, 128)},
+}
+
+
+def registers() -> dict[str, dict[int, int]]:
+    """{kernel: {architecture: registers}} as the build's gate has recorded them; {} before there is such a table."""
+    if not REGISTERS.is_file():
+        return {}
+    table = json.loads(REGISTERS.read_text(encoding="utf-8"))
+    return {name: dict(zip(table["archs"], row, strict=True)) for name, row in table["registers"].items()}
+
+
+def resident(block: Block, arch: int, count: int | None) -> int:
+    """Blocks that one SM holds, by shared memory, threads and registers (where their count is known)."""
+    threads, kibibytes = SM_LIMITS[arch]
+    fits = min(threads // block.threads, kibibytes * 1024 // (block.shared + 1024))
+    if count:
+        warp = -(-count * 32 // 256) * 256
+        fits = min(fits, 65536 // warp // (block.threads // 32))
+    return fits
+
+
+def occupancy() -> Table:
+    """Blocks of an SM, from the compiler's registers and the shared memory that a block asks for."""
+    known, rows = registers(), []
+    for label, (name, block) in BLOCKS.items():
+        row = [label, str(block.threads), f"{block.shared / 1024:.1f} KiB"]
+        for arch in (80, 86, 90, 100):
+            count = known.get(name, {}).get(arch)
+            blocks = resident(block, arch, count)
+            row.append(f"{count or '?'} / {blocks} / {blocks * block.in_flight / 1024:.0f} KiB")
+        rows.append(tuple(row))
+    head = (
+        "kernel (bf16)",
+        "threads",
+        "shared",
+        *(f"sm_{a}: registers / blocks / in flight" for a in (80, 86, 90, 100)),
+    )
+    return head, rows
+
+
 TABLES: dict[str, Callable[[], Table]] = {
-    function.__name__: function for function in (cards, rope_concat, decode, prefill, wgmma, speed, packets, flops)
+    function.__name__: function
+    for function in (cards, rope_concat, decode, prefill, wgmma, speed, packets, flops, occupancy)
 }
 
 
