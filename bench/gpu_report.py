@@ -44,7 +44,7 @@ def _kernel(result: dict[str, Any]) -> str:
 
 
 def _model(result: dict[str, Any], one: dict[str, Any]) -> str:
-    parts = [f"TTFT {1e3 * one['ttft_seconds']:.1f} ms"]
+    parts = [f"TTFT {1e3 * one['ttft_seconds']:.1f} ms"] if "ttft_seconds" in one else []
     if "ttft_faster_than_unpatched" in one:
         parts.append(f"{one['ttft_faster_than_unpatched']:.2f}x unpatched")
     parts.append(f"{1e3 * one['token_seconds']:.2f} ms a token")
