@@ -101,8 +101,10 @@ def build(
         options += [f"-Dpybind11_DIR={pybind11.get_cmake_dir()}"]
     cmake, ninja = _tool("cmake", "CMAKE_BIN_DIR"), _tool("ninja", "BIN_DIR")
     with _locked(folder):
-        if not (folder / "build.ninja").is_file():
+        stamp = folder / "options"
+        if not (folder / "build.ninja").is_file() or not stamp.is_file() or stamp.read_text() != "\n".join(options):
             _run([cmake, "-S", str(HERE), "-B", str(folder), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}", *options])
+            stamp.write_text("\n".join(options))
         jobs = ["--parallel", jobs] if (jobs := os.environ.get("MAX_JOBS")) else []
         _run([cmake, "--build", str(folder), "--target", target, *jobs])
     return folder

@@ -105,7 +105,8 @@ kvspeed_segment to_segment(const Run& run) {
   return s;
 }
 
-// The query turned by -offset, in float64, rounded once as the kernels do.
+// The query turned by -offset as the kernels turn it, in float32 with cosines rounded from float64, and rounded once:
+// a number that falls on the other side of a rounding would move a logit by more than all else.
 std::vector<double> turned_query(const Case& c, int64_t b, int64_t h, int64_t s, int64_t offset) {
   std::vector<double> q(static_cast<size_t>(c.d));
   for (int64_t i = 0; i < c.d; ++i) q[static_cast<size_t>(i)] = c.query.at(b, h, s, i);
@@ -113,10 +114,11 @@ std::vector<double> turned_query(const Case& c, int64_t b, int64_t h, int64_t s,
   for (int64_t i = 0; i < c.r / 2; ++i) {
     const size_t x = static_cast<size_t>(c.interleaved ? 2 * i : i);
     const size_t y = static_cast<size_t>(c.interleaved ? 2 * i + 1 : i + c.r / 2);
-    const double angle = -static_cast<double>(offset) * c.inv_freq[static_cast<size_t>(i)];
-    const double a = q[x], z = q[y];
-    q[x] = rounded(c.dtype, a * std::cos(angle) - z * std::sin(angle));
-    q[y] = rounded(c.dtype, z * std::cos(angle) + a * std::sin(angle));
+    const double angle = static_cast<double>(offset) * c.inv_freq[static_cast<size_t>(i)];
+    const float cos = static_cast<float>(std::cos(angle)), sin = static_cast<float>(std::sin(angle));
+    const float u = static_cast<float>(q[x]), v = static_cast<float>(q[y]);
+    q[x] = rounded(c.dtype, double{u * cos + v * sin});
+    q[y] = rounded(c.dtype, double{v * cos - u * sin});
   }
   return q;
 }
