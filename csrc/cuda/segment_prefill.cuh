@@ -102,14 +102,14 @@ class Prefill {
         gpu::copy_commit();
         form_scores();
         KVS_UNROLL for (int m = 0; m < kRowTiles; ++m) cap_scores(score_[m], p_.softcap_factor);
-        const bool uneven = hide();
+        hide();
         gpu::copy_wait<0>();
         gpu::sync_block();  // the values are there, and nobody reads the keys any more
         more = ++tile_ < block_.tile_end;
         if (more) load_keys();
         gpu::copy_commit();
         weigh_scores();
-        if (uneven) isolate_nonfinite((tile_ - 1) * kKeys);
+        if (is_uneven((tile_ - 1) * kKeys)) isolate_nonfinite((tile_ - 1) * kKeys);
         add_values();
       }
     }
@@ -124,12 +124,13 @@ class Prefill {
   KVS_DEVICE bool next_segment() {
     const int begin = p_.splits == 1 ? 0 : block_.split * p_.split_units;
     const int end = p_.splits == 1 ? kMaxTokens : begin + p_.split_units;
+    const int thread = gpu::compute_here(thread_);
     int index = block_.index;
 #pragma unroll 1
     while (++index < p_.num_segments) {
       if (p_.splits > 1 && unit_begin(p_, index) >= end) return false;
       gpu::sync_block();
-      load_segment(&block_.segment, p_, index, thread_);
+      load_segment(&block_.segment, p_, index, thread);
       gpu::sync_block();
       const DeviceSegment& s = block_.segment;
       const Visible seen = visible_keys(p_, s, block_.batch);
@@ -139,7 +140,7 @@ class Prefill {
       const int tile_end = min_of((to + kKeys - 1) / kKeys, end - before);
       if (from >= to || tile_ >= tile_end) continue;
       const bool plain = s.aligned && s.page_table == nullptr;
-      if (thread_ == 0) {
+      if (thread == 0) {
         block_.seen = seen;
         block_.from = from, block_.to = to;
         block_.index = index;
@@ -264,8 +265,8 @@ class Prefill {
     return block_.token[thread / 32 * Shape::kWarpRows + 16 * m + 8 * r + thread % 32 / 4];
   }
 
-  // Hides keys from the rows that do not see them; returns whether the tile has keys that only some rows see.
-  KVS_DEVICE bool hide() {
+  // Hides keys from the rows that do not see them.
+  KVS_DEVICE void hide() {
     const int key = tile_ * kKeys, thread = gpu::compute_here(thread_), warp_row = thread / 32 * Shape::kWarpRows;
     const Visible& seen = block_.seen;
     const int first = block_.token[warp_row], last = block_.token[warp_row + Shape::kWarpRows - 1];
@@ -279,12 +280,13 @@ class Prefill {
       }
     }
     if (!block_.plain) hide_missing_pages(key);
-    const int first_token = block_.token[0], last_token = block_.token[Shape::kRows - 1];
-    return first_token != last_token &&
-           (key < min_of(seen.low_of(last_token), block_.to) ||
-            key + kKeys > max_of(seen.high_of(first_token), block_.from)) &&
-           (seen.low_of(first_token) != seen.low_of(last_token) ||
-            seen.high_of(first_token) != seen.high_of(last_token));
+  }
+
+  // Whether the tile has keys that only some rows of the block see.
+  KVS_DEVICE bool is_uneven(int key) {
+    const Visible& seen = block_.seen;
+    const int low = seen.low_of(block_.token[Shape::kRows - 1]), high = seen.high_of(block_.token[0]);
+    return (low > block_.from && key < low) || (high < block_.to && key + kKeys > high);
   }
 
   KVS_DEVICE void hide_missing_pages(int key) {
