@@ -4,6 +4,7 @@
 KVSPEED_CUDA=AUTO|ON|OFF   CUDA kernels where nvcc works (AUTO, the default), or stop without them (ON), or none (OFF).
 KVSPEED_CUDA_ARCHS=...     Such as "80;90", "9.0+PTX" or "native". Default: those of the visible GPUs, else a list.
 KVSPEED_BUILD_TYPE         CMake build type, Release by default.
+KVSPEED_CUDA_LINEINFO=1    Source lines of the CUDA kernels for Nsight Compute and compute-sanitizer.
 CUDA_HOME, CUDACXX         Where nvcc is; CUDAHOSTCXX: the C++ compiler that it drives.
 MAX_JOBS                   Compilers at once; default: by cores, and for nvcc by memory too.
 """
@@ -85,6 +86,7 @@ class CMakeBuild(build_ext):
             f"-DCMAKE_BUILD_TYPE={os.environ.get('KVSPEED_BUILD_TYPE', 'Release')}",
             f"-DKVSPEED_CUDA={cuda}",
             f"-DKVSPEED_CUDA_ARCHS={os.environ.get('KVSPEED_CUDA_ARCHS', '')}",
+            f"-DKVSPEED_CUDA_LINEINFO={os.environ.get('KVSPEED_CUDA_LINEINFO') or 'OFF'}",
             f"-DKVSPEED_NVCC_ENVIRONMENT={_nvcc_environment()}",
             f"-DKVSPEED_VERSION={self.distribution.get_version()}",
             f"-DKVSPEED_EXTENSION_DIR={target.parent}",
