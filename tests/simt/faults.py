@@ -48,15 +48,25 @@ def _locate(source: str, fault: Fault) -> tuple[int, int]:
     return found[0].span(2)
 
 
-def plant(faults: list[Fault], csrc: Path, copy: Path) -> None:
-    """Copy csrc and plant the faults; fault i is on where the program asks for number i + 1."""
+def plant(faults: list[Fault], csrc: Path, copy: Path) -> dict[int, str]:
+    """Copy csrc and plant the faults; fault i is on where the program asks for number i + 1.
+
+    Returns what could not be planted, by number, with the reason.
+    """
+    problems: dict[int, str] = {}
     if copy.exists():
         shutil.rmtree(copy)
     shutil.copytree(csrc, copy)
     for file in {fault.file for fault in faults}:
         path = copy / "cuda" / file
         source = path.read_text()
-        places = [(*_locate(source, fault), i + 1, fault) for i, fault in enumerate(faults) if fault.file == file]
+        places = []
+        for number, fault in enumerate(faults, 1):
+            if fault.file == file:
+                try:
+                    places.append((*_locate(source, fault), number, fault))
+                except ValueError as error:
+                    problems[number] = str(error)
         places.sort(key=lambda place: place[0], reverse=True)
         if any(later[0] < earlier[1] for later, earlier in itertools.pairwise(places)):
             raise ValueError(f"two faults in csrc/cuda/{file} replace the same text")
@@ -69,3 +79,4 @@ def plant(faults: list[Fault], csrc: Path, copy: Path) -> None:
             )
             source = source[:start] + new + source[end:]
         path.write_text(source)
+    return problems
