@@ -1,8 +1,8 @@
 # Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
 """The CUDA kernels as nvcc compiles them, for every architecture, without a GPU; see cuda_gates.py for the rules.
 
-Judged is the installed extension where it holds all architectures, else a build made here, which takes minutes the
-first time. Without nvcc most of this is skipped, and fails where KVSPEED_CI_NVCC is set.
+Judged is the installed extension where it holds all architectures. Else most of this is skipped; where KVSPEED_CI_NVCC
+is set, a build is made here, which takes minutes the first time, and a missing nvcc fails.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ def kernels() -> list[Kernel]:
     needs("cuobjdump", "nvdisasm", "c++filt")
     if {str(arch) for arch in ARCHS} <= set(_C.build_info()["cuda_archs"]):
         return cuda_gates.read([Path(_C.__file__)])
+    if not os.environ.get("KVSPEED_CI_NVCC"):
+        pytest.skip("kvspeed is installed without all CUDA architectures; KVSPEED_CI_NVCC=1 compiles them here")
     needs("nvcc", "cmake", "ninja")
     cache = Path(os.environ.get("KVSPEED_CACHE") or Path.home() / ".cache" / "kvspeed")
     return cuda_gates.read(cuda_gates.build(cache / "cuda-gates"))
