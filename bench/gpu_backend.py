@@ -20,11 +20,13 @@ def active(run: Run) -> Iterator[None]:
     """
     torch.manual_seed(int.from_bytes(os.urandom(4), "little"))
     if run.backend == "simt":
-        from backends import running  # of tests/
+        from backends import emulator, running  # of tests/
 
         torch.set_num_threads(1)
         with running("simt"):
+            before = emulator().module.simt_launches()
             yield
+            run.note("emulated_launches", emulator().module.simt_launches() - before)
         return
     if run.backend == "cuda":
         from kvspeed.ops.device import cuda_refusal

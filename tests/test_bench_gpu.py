@@ -55,7 +55,7 @@ def test_the_dry_run_goes_through_every_stage_on_the_emulator(bench: ModuleType,
         assert field in found["machine"]
     assert "all wrappers mean what the host says" in stages["wrappers"]["gpu_wrappers"]["output"]
     assert "the GPU agrees with the CPU" in stages["wrappers"]["gpu_ops"]["output"]
-    assert stages["tests"]["pytest"]["passed"] > 0 and "failed" not in stages["tests"]["pytest"]
+    assert stages["tests"]["pytest"]["counts"]["passed"] > 0
     # What was timed is right: the rivals' results are near, and the times are there, whatever they mean.
     for name, tolerance in (("rope_concat", 0.02), ("decode", 0.03), ("prefill", 0.03)):
         cases = [case for case in stages[name].values() if isinstance(case, dict)]
@@ -65,7 +65,11 @@ def test_the_dry_run_goes_through_every_stage_on_the_emulator(bench: ModuleType,
             differences = differences.values() if isinstance(differences, dict) else [differences]
             assert all(0 <= one < tolerance for one in differences), (name, case)
             assert case["times"]["kvspeed"]["seconds"] > 0 and case["bytes"] > 0 and len(case["faster_than"]) >= 1
-    assert all(case["values_equal"] in (True, None) for case in stages["rope_concat"].values())
+    assert all(
+        case["values_equal"] in (True, None) for case in stages["rope_concat"].values() if isinstance(case, dict)
+    )
+    for name in ("rope_concat", "decode", "prefill", "models"):  # it was the emulator that ran
+        assert stages[name]["emulated_launches"] > 0
     models = stages["models"]
     names = " ".join(models)
     for method in ("unpatched", "SPEED k = 2", "SPEED k = 1", "packets, view", "packets, copy"):
@@ -101,7 +105,7 @@ def test_a_stage_that_hangs_is_ended(bench: ModuleType, tmp_path: Path, monkeypa
 
 
 def test_a_run_without_time_leaves_stages_out_and_still_writes(tmp_path: Path) -> None:
-    done, found = _dry_run(tmp_path / "dry.json", "--minutes", "0.01", "--backend", "cpu")
+    done, found = _dry_run(tmp_path / "dry.json", "--minutes", "0.001", "--backend", "cpu")
     assert done.returncode == 1
     assert {stage["status"] for stage in found["stages"].values()} == {"left out"}
     assert not list(tmp_path.glob("*.partial"))
