@@ -1,5 +1,5 @@
 # Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
-"""`rope_concat` on plain CPU tensors: checks, then one call into the compiled code."""
+"""`rope_concat` on plain tensors: checks, then one call into the compiled code."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvspeed.ops import checks as check
+from kvspeed.ops.device import gpu_of, host_frequencies
 from kvspeed.ops.native import _C, DTYPE_CODES, isa_variable
 from kvspeed.ops.overlap import overlaps_itself, share_memory
 
@@ -37,6 +38,7 @@ def run(
     else:
         _, pages, page_size, heads, _ = out_keys.shape
         page_table = check.tensor("page_table", page_table, torch.int32)
+        check.on_device("page_table", page_table, out_keys.device, "out_keys")
         check.shape("page_table", page_table, (None,), "int32 [n], one entry a page")
         capacity = page_table.shape[0] * page_size
 
@@ -50,12 +52,17 @@ def run(
             + ("" if page_table is None else f" ({page_table.shape[0]} pages of {page_size})")
             + "; give a larger output or fewer tokens"
         )
+    gpu = gpu_of(out_keys)
     if page_table is not None:
-        page_table = _used_pages(page_table, start, total, page_size, pages)
+        if gpu is None:
+            page_table = _used_pages(page_table, start, total, page_size, pages)
+        else:  # the host does not look: the kernel drops tokens of pages that are out of range
+            page_table = page_table.contiguous()
     if total == 0 or layers == 0 or heads == 0:
         return
 
-    _C.rope_concat(
+    inv_freq = host_frequencies(inv_freq)  # under this name it lives as long as the call
+    arguments = (
         DTYPE_CODES[out_keys.dtype],
         layers,
         heads,
@@ -76,10 +83,11 @@ def run(
         page_size,
         pages,
         0,
-        torch.get_num_threads(),
-        isa_variable.get(),
-        None,
     )
+    if gpu is None:
+        _C.rope_concat(*arguments, torch.get_num_threads(), isa_variable.get(), None)
+    else:
+        gpu.launch(gpu.module.rope_concat, arguments)
     for output in (out_keys, out_values):  # what autograd saved from them is stale now, and must know
         if not output.is_inference():
             torch.autograd.graph.increment_version(output)
@@ -103,6 +111,7 @@ def _outputs(out_keys: Any, out_values: Any, *, paged: bool) -> tuple[Tensor, Te
     out_keys = check.shape("out_keys", check.tensor("out_keys", out_keys), (None,) * (5 if paged else 4), names)
     out_values = check.tensor("out_values", out_values, out_keys.dtype, "out_keys")
     check.shape("out_values", out_values, tuple(out_keys.shape), "shaped like out_keys")
+    check.on_device("out_values", out_values, out_keys.device, "out_keys")
     for name, output in (("out_keys", out_keys), ("out_values", out_values)):
         check.head_stride(name, output)
         if overlaps_itself(output):
@@ -133,6 +142,7 @@ def _packets(
         offset = check.integer(f"offsets[{i}]", offsets[i])
         for name, source in ((f"keys[{i}]", key), (f"values[{i}]", value)):
             check.head_stride(name, source)
+            check.on_device(name, source, out_keys.device, "out_keys")
             for output_name, output in (("out_keys", out_keys), ("out_values", out_values)):
                 if share_memory(output, source):
                     raise ValueError(
