@@ -279,22 +279,15 @@ FAULTS = [
     Fault(
         "rope_concat: rows past the end of a unit",
         "rope_concat.cuh",
-        "const bool exists = «row < u.end_row»;",
+        "«row < u.end_row»",
         "true",
         ROPE,
     ),
     Fault(
         "rope_concat: another page's slot",
         "rope_concat.cuh",
-        "int64_t{«slot - skip * h.page_size»} * u.to_token;",
+        "int64_t{«slot - skip * h.page_size»} *",
         "slot",
-        ROPE,
-    ),
-    Fault(
-        "rope_concat: dimensions turned that are not rotary",
-        "rope_concat.cuh",
-        "known = pair < h.row_pairs && («within || item < pairs»);",
-        "true",
         ROPE,
     ),
     Fault(
