@@ -35,7 +35,8 @@ MUST_HAVE: dict[str, Sequence[str]] = {
     r"segment_(prefill|decode)\w*<": (r"LDSM\.16\.M88\.4", r"LDSM\.16\.MT88\.4", r"LDGSTS\.E\.BYPASS(\.\w+)*\.128"),
     r"segment_(prefill|decode)\w*<bf16": (r"HMMA\.16816\.F32\.BF16",),
     r"segment_(prefill|decode)\w*<f16": (r"HMMA\.16816\.F32",),
-    r"rope_concat\w*": (WIDE_LOAD, WIDE_STORE),
+    r"rope_concat\w*": (WIDE_STORE,),
+    r"rope_concat\w*<\w+, true": (WIDE_LOAD,),  # packets of 8-bit numbers are read 8 or 4 bytes at a time
     r"upload\w*": (WIDE_STORE,),
 }
 # And none of them: accesses that do not know their state space, and memory that stands in for registers.

@@ -19,6 +19,8 @@
 
 namespace kvspeed::cuda {
 
+constexpr int kConcatThreads = 256;  // of a block
+
 // n / d for any n below 2^31 as a multiplication: the multiplier is 2^shift / d rounded up, and the error that makes is
 // smaller than 1 / d for all such n.
 struct FastDivide {
@@ -68,9 +70,8 @@ struct alignas(16) ConcatHeader {
   const int32_t* page_table;  // null: no pages
   uint32_t page_size;
   int32_t pages;
-  FastDivide page_divide;        // by page_size
-  FastDivide head_divide;        // by heads
-  const uint32_t* device_table;  // where the table lies when it is not among the parameters
+  FastDivide page_divide;  // by page_size
+  FastDivide head_divide;  // by heads
   uint32_t units;
   uint32_t unit_rows;  // rows of a unit; the last one of a packet's layer may have fewer
   int32_t packets;
@@ -102,14 +103,16 @@ class ConcatPlan {
   // False where a count does not fit into the kernel's 32 bits; offsets into memory always do.
   bool representable() const { return representable_; }
   size_t table_bytes() const { return static_cast<size_t>(table_words_) * 4; }
+  // The table of one packet in one layer.
+  size_t smallest_table_bytes() const { return static_cast<size_t>(header_.entry_words + header_.row_words + 8) * 4; }
   const ConcatHeader& header() const { return header_; }
 
-  // Cuts the work for a grid of `blocks` blocks with `threads` threads, each of which has `rows_in_flight` rows under
-  // way. A unit is one pass of a block over as many rows as it has in flight, more where there is plenty of work, and
-  // less where there are too few units to go round.
-  void cut(int64_t blocks, int threads, int rows_in_flight) {
+  // Cuts the work for a grid of `blocks` blocks whose threads have `rows_in_flight` rows under way. A unit is one pass
+  // of a block over as many rows as it has in flight, more where there is plenty of work, and less where there are too
+  // few units to go round.
+  void cut(int64_t blocks, int rows_in_flight) {
     const int64_t items = row_items(args_.head_dim, args_.head_dim % chunk() == 0 ? chunk() : 1);
-    const int64_t step = items < threads ? threads / items : 1;
+    const int64_t step = items < kConcatThreads ? kConcatThreads / items : 1;
     int64_t steps = 0;
     for_each([&](const kvspeed_packet& p) { steps += 2 * args_.layers * ceil_div(args_.heads * p.tokens, step); });
     int64_t unit_steps = steps / blocks;
@@ -120,7 +123,6 @@ class ConcatPlan {
     header_.unit_rows = static_cast<uint32_t>(step * (unit_steps < 1 ? 1 : unit_steps));
     int64_t units = 0;
     for_each([&](const kvspeed_packet& p) { units += 2 * args_.layers * units_of(p); });
-    representable_ = representable_ && units <= kMaxCount;
     header_.units = static_cast<uint32_t>(units);
   }
 
@@ -215,13 +217,15 @@ class ConcatPlan {
 
   int64_t units_of(const kvspeed_packet& p) const { return ceil_div(args_.heads * p.tokens, header_.unit_rows); }
   bool turns(const kvspeed_packet& p) const { return p.offset != 0 && header_.row_pairs > 0; }
-  // Half-split pairs: a vector and the one with its partners are both whole.
+  // A vector turns or keeps its bits as a whole: no row of frequencies ends within one. In half-split pairs the vector
+  // with its partners is whole too.
   bool turns_in_vectors(const kvspeed_packet& p) const {
-    return !turns(p) || args_.interleaved || header_.half % chunk() == 0;
+    return !turns(p) || (rows_end_ % (args_.interleaved ? chunk() / 2 : chunk()) == 0 &&
+                         (args_.interleaved || header_.half % chunk() == 0));
   }
   bool vectorised(const void* from, const int64_t* from_stride, const void* to, const int64_t* to_stride) const {
     const int64_t bytes = chunk() * stored_bytes();  // that a vector is made from: 16, or 8 or 4 of 8-bit numbers
-    bool fits = args_.head_dim % chunk() == 0 &&
+    bool fits = args_.head_dim % chunk() == 0 && row_items(args_.head_dim, chunk()) <= kConcatThreads &&
                 reinterpret_cast<uintptr_t>(from) % static_cast<uintptr_t>(bytes) == 0 &&
                 reinterpret_cast<uintptr_t>(to) % 16 == 0;
     for (int i = 0; i < 3; ++i) fits = fits && from_stride[i] * stored_bytes() % bytes == 0;
@@ -259,6 +263,7 @@ class ConcatPlan {
       const int64_t turning = turning_pairs(frequencies(l), header_.half);
       pairs = turning > pairs ? turning : pairs;
       all_turn = all_turn && turning > 0;
+      rows_end_ |= turning;
       if (turning == 0 || rows_ > kMaxRows || known_row(l) < rows_) continue;
       if (rows_ < kMaxRows) row_layer_[rows_] = l;
       ++rows_;
@@ -274,15 +279,15 @@ class ConcatPlan {
 
   void measure_packets() {
     if (!representable_) return;
-    int64_t packets = 0, end = args_.start;
+    int64_t packets = 0, end = args_.start;  // the checks have seen that end * heads * layers fits 64 bits
     OffsetCache offsets;
     for_each([&](const kvspeed_packet& p) {
       ++packets;
       if (turns(p)) offsets.index(p.offset);
-      // A product of the checks' sizes may not fit 64 bits in itself, but heads * (all tokens) does.
-      representable_ = representable_ && args_.heads * p.tokens <= kMaxCount;
       end += p.tokens;
     });
+    // All rows, so that units are few enough too, and rows of a packet. With 128 bytes each this is 256 GiB.
+    representable_ = (end - args_.start) * args_.heads * args_.layers <= kMaxCount / 2;
     const bool paged = args_.page_table != nullptr;
     if (paged) representable_ = representable_ && args_.page_size + end - args_.start <= kMaxCount;
     const bool scaled = args_.storage != KVSPEED_STORED_PLAIN;
@@ -294,6 +299,7 @@ class ConcatPlan {
     if (!representable_) return;
 
     header_.packets = args_.layers > 0 && args_.heads > 0 && args_.head_dim > 0 ? static_cast<int32_t>(packets) : 0;
+    if (header_.packets == 0) return;
     header_.entry_words = static_cast<int32_t>(entry);
     header_.layer_map = static_cast<int32_t>(packets * entry);
     header_.row_words = static_cast<int32_t>(row);
@@ -329,7 +335,7 @@ class ConcatPlan {
     }
   }
 
-  // Pairs of frequency 0 get exactly 1 and 0, by which the kernel knows them.
+  // Pairs of frequency 0 get exactly 1 and 0, by which the kernel knows what keeps its bits.
   template <class Append>
   void write_row(int64_t offset, const float* inv_freq, Append append) const {
     constexpr int kPart = 64;
@@ -345,7 +351,8 @@ class ConcatPlan {
   const kvspeed_rope_concat_args& args_;
   ConcatHeader header_ = {};
   bool representable_ = true;
-  int64_t rows_ = 0;                  // of frequencies that are told apart
+  int64_t rows_end_ = 0;  // the pairs that turn in each row, or-ed: a multiple of 2, 4 or 8 where they all are
+  int64_t rows_ = 0;      // of frequencies that are told apart
   int64_t row_layer_[kMaxRows] = {};  // the first layer that has each
   int64_t table_words_ = 0;
   int32_t rotation_begin_ = 0, rotation_words_ = 0;  // the first offset's rows, and the words of each offset's

@@ -9,13 +9,9 @@
 #include <cstring>
 
 #include "cuda/gpu.h"
+#include "cuda/launch_params.h"
 
 namespace kvspeed::cuda {
-
-// What a launch takes by value. Every driver takes 4 KB; 32,764 bytes need a driver of 2023 (530) or later. Larger
-// parameters cost a launch a little more, so they are for what does not fit into small ones.
-constexpr int kSmallParams = 4096;
-constexpr int kLargeParams = 32752;  // the limit, down to whole vectors
 
 constexpr int kUploadThreads = 256;
 
