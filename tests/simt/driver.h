@@ -60,8 +60,8 @@ class Memory {
 
 // A tensor of four dimensions, the last contiguous; the others with some room between rows where `pad` is set.
 struct Tensor {
-  kvspeed_dtype dtype;
-  int64_t size[4], stride[3];
+  kvspeed_dtype dtype = KVSPEED_FLOAT32;
+  int64_t size[4] = {}, stride[3] = {};
   std::shared_ptr<Memory> memory;
 
   Tensor() = default;
