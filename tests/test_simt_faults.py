@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).with_name("simt")))
+# isort: off
 from faults import Fault, plant
-
 import build
+# isort: on
 
 KERNELS = ("segment_attention", "attention_d64", "rope_concat", "merge_states")
 
