@@ -33,92 +33,79 @@ kvspeed_status check_workspace(const kvspeed_execution& execution, size_t bytes)
   return KVSPEED_OK;
 }
 
-// What both operations with a plan do: measure, check, lay out again over real memory, fill.
-template <class Layout, class Args>
-kvspeed_status prepare(const Args& args, const kvspeed_execution& execution, Layout& layout) {
-  Workspace measure(nullptr);
-  layout.lay_out(args, execution.num_threads, measure);
-  const kvspeed_status status = check_workspace(execution, measure.used());
-  if (status != KVSPEED_OK) return status;
-  Workspace workspace(execution.workspace);
-  layout.lay_out(args, execution.num_threads, workspace);
-  layout.fill();
-  return KVSPEED_OK;
+#if KVSPEED_HAVE_CUDA
+size_t cuda_workspace(const kvspeed_rope_concat_args& args, const kvspeed_execution&) {
+  return cuda::rope_concat_workspace(args);
 }
+size_t cuda_workspace(const kvspeed_segment_attention_args& args, const kvspeed_execution& execution) {
+  return cuda::segment_attention_workspace(args, execution.device_index);
+}
+kvspeed_status cuda_run(const kvspeed_rope_concat_args& args, const kvspeed_execution& execution) {
+  return cuda::rope_concat(args, execution);
+}
+kvspeed_status cuda_run(const kvspeed_segment_attention_args& args, const kvspeed_execution& execution) {
+  return cuda::segment_attention(args, execution);
+}
+#endif
 
+// Checked arguments: the bytes that a call needs.
 template <class Layout, class Args>
-size_t measure(const Args& args, int num_threads) {
+size_t workspace_bytes(const Args& args, const kvspeed_execution& execution) {
+#if KVSPEED_HAVE_CUDA
+  if (execution.device == KVSPEED_CUDA) return cuda_workspace(args, execution);
+#endif
   Workspace workspace(nullptr);
   Layout layout;
-  layout.lay_out(args, num_threads, workspace);
+  layout.lay_out(args, execution.num_threads, workspace);
   return workspace.used();
+}
+
+// What both operations with a plan do: the answer of `*_workspace`, and the call itself.
+template <class Layout, class Args>
+kvspeed_status ask_workspace(const Args* args, const kvspeed_execution* execution, size_t* bytes) {
+  kvspeed_status status = check_execution(execution);
+  if (status == KVSPEED_OK) status = validate(args, execution->device);
+  if (status == KVSPEED_OK && bytes == nullptr) status = KVSPEED_INVALID_ARGUMENT;
+  if (status == KVSPEED_OK) *bytes = workspace_bytes<Layout>(*args, *execution);
+  return status;
+}
+
+template <class Layout, class Args, class Kernel>
+kvspeed_status run(const Args* args, const kvspeed_execution* execution, Kernel kernel) {
+  kvspeed_status status = check_execution(execution);
+  if (status == KVSPEED_OK) status = validate(args, execution->device);
+  if (status == KVSPEED_OK) status = check_workspace(*execution, workspace_bytes<Layout>(*args, *execution));
+  if (status != KVSPEED_OK) return status;
+#if KVSPEED_HAVE_CUDA
+  if (execution->device == KVSPEED_CUDA) return cuda_run(*args, *execution);
+#endif
+  Layout layout;
+  Workspace workspace(execution->workspace);
+  layout.lay_out(*args, execution->num_threads, workspace);
+  layout.fill();
+  (cpu_kernels(execution->isa)->*kernel)(layout.plan);
+  return KVSPEED_OK;
 }
 
 }  // namespace
 
 kvspeed_status kvspeed_rope_concat_workspace(const kvspeed_rope_concat_args* args, const kvspeed_execution* execution,
                                              size_t* bytes) {
-  kvspeed_status status = check_execution(execution);
-  if (status == KVSPEED_OK) status = validate(args, execution->device);
-  if (status == KVSPEED_OK && bytes == nullptr) status = KVSPEED_INVALID_ARGUMENT;
-  if (status != KVSPEED_OK) return status;
-#if KVSPEED_HAVE_CUDA
-  if (execution->device == KVSPEED_CUDA) {
-    *bytes = cuda::rope_concat_workspace(*args);
-    return KVSPEED_OK;
-  }
-#endif
-  *bytes = measure<RopeConcatLayout>(*args, execution->num_threads);
-  return KVSPEED_OK;
+  return ask_workspace<RopeConcatLayout>(args, execution, bytes);
 }
 
 kvspeed_status kvspeed_rope_concat(const kvspeed_rope_concat_args* args, const kvspeed_execution* execution) {
-  kvspeed_status status = check_execution(execution);
-  if (status == KVSPEED_OK) status = validate(args, execution->device);
-  if (status != KVSPEED_OK) return status;
-#if KVSPEED_HAVE_CUDA
-  if (execution->device == KVSPEED_CUDA) {
-    status = check_workspace(*execution, cuda::rope_concat_workspace(*args));
-    return status == KVSPEED_OK ? cuda::rope_concat(*args, *execution) : status;
-  }
-#endif
-  RopeConcatLayout layout;
-  status = prepare(*args, *execution, layout);
-  if (status == KVSPEED_OK) cpu_kernels(execution->isa)->rope_concat(layout.plan);
-  return status;
+  return run<RopeConcatLayout>(args, execution, &CpuKernels::rope_concat);
 }
 
 kvspeed_status kvspeed_segment_attention_workspace(const kvspeed_segment_attention_args* args,
                                                    const kvspeed_execution* execution, size_t* bytes) {
-  kvspeed_status status = check_execution(execution);
-  if (status == KVSPEED_OK) status = validate(args, execution->device);
-  if (status == KVSPEED_OK && bytes == nullptr) status = KVSPEED_INVALID_ARGUMENT;
-  if (status != KVSPEED_OK) return status;
-#if KVSPEED_HAVE_CUDA
-  if (execution->device == KVSPEED_CUDA) {
-    *bytes = cuda::segment_attention_workspace(*args, execution->device_index);
-    return KVSPEED_OK;
-  }
-#endif
-  *bytes = measure<AttentionLayout>(*args, execution->num_threads);
-  return KVSPEED_OK;
+  return ask_workspace<AttentionLayout>(args, execution, bytes);
 }
 
 kvspeed_status kvspeed_segment_attention(const kvspeed_segment_attention_args* args,
                                          const kvspeed_execution* execution) {
-  kvspeed_status status = check_execution(execution);
-  if (status == KVSPEED_OK) status = validate(args, execution->device);
-  if (status != KVSPEED_OK) return status;
-#if KVSPEED_HAVE_CUDA
-  if (execution->device == KVSPEED_CUDA) {
-    status = check_workspace(*execution, cuda::segment_attention_workspace(*args, execution->device_index));
-    return status == KVSPEED_OK ? cuda::segment_attention(*args, *execution) : status;
-  }
-#endif
-  AttentionLayout layout;
-  status = prepare(*args, *execution, layout);
-  if (status == KVSPEED_OK) cpu_kernels(execution->isa)->segment_attention(layout.plan);
-  return status;
+  return run<AttentionLayout>(args, execution, &CpuKernels::segment_attention);
 }
 
 kvspeed_status kvspeed_merge_states(const kvspeed_merge_states_args* args, const kvspeed_execution* execution) {
