@@ -68,6 +68,22 @@ def test_bits_survive(dtype):
 
 
 @pytest.mark.every_isa
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_bits_beyond_the_rotary_dimensions_survive(interleaved, dtype):
+    """Beside numbers that turn, wherever R ends: infinities and NaN neighbours must not leak, -0.0 must stay."""
+    integer = INTEGERS[dtype]
+    bits = torch.iinfo(integer)
+    for head_dim, rotary_dim in ((64, 32), (64, 16), (128, 20), (80, 2), (96, 92), (256, 64)):
+        key = torch.randint(bits.min, bits.max + 1, (2, 2, 21, head_dim), dtype=torch.int64).to(integer).view(dtype)
+        key[:, :, ::3, rotary_dim:] = -0.0
+        out = torch.empty_like(key)
+        inv_freq = frequencies(rotary_dim)
+        ops.rope_concat([key], [key], [77], inv_freq, out, torch.empty_like(key), interleaved=interleaved)
+        assert reference.same_bits(out[..., rotary_dim:], key[..., rotary_dim:]), (head_dim, rotary_dim)
+
+
+@pytest.mark.every_isa
 def test_rounding_to_nearest_even():
     """Every bfloat16 and float16 result is the float32 result, rounded once."""
     for dtype in (torch.bfloat16, torch.float16):

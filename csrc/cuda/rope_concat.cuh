@@ -215,7 +215,7 @@ KVS_DEVICE Chunk<kNumbers * sizeof(T)> narrow(const float (&x)[kNumbers]) {
 template <int kNumbers>
 struct Angles {
   float cos[kNumbers], sin[kNumbers];
-  bool turns;  // any of them does; else the chunks keep their bits
+  bool turns_a, turns_b;  // any of the chunk's numbers does; else it keeps its bits
 };
 
 // As the CPU kernels do with fused multiply-add: the same bits.
@@ -226,26 +226,37 @@ KVS_DEVICE void turn(float& x, float& y, float cos, float sin) {
 }
 
 template <int kNumbers>
-KVS_DEVICE void turn_numbers(float (&a)[kNumbers], float (&b)[kNumbers], const Angles<kNumbers>& angles, bool within) {
-  if constexpr (kNumbers > 1) {
-    if (within) {
-      constexpr int kHalf = kNumbers / 2;
-      KVS_UNROLL for (int i = 0; i < kHalf; ++i) {
-        turn(a[2 * i], a[2 * i + 1], angles.cos[i], angles.sin[i]);
-        turn(b[2 * i], b[2 * i + 1], angles.cos[kHalf + i], angles.sin[kHalf + i]);
-      }
-      return;
-    }
-  }
+KVS_DEVICE void turn_across(float (&a)[kNumbers], float (&b)[kNumbers], const Angles<kNumbers>& angles) {
   KVS_UNROLL for (int i = 0; i < kNumbers; ++i) turn(a[i], b[i], angles.cos[i], angles.sin[i]);
+}
+
+template <int kFirst, int kNumbers>
+KVS_DEVICE void turn_within(float (&x)[kNumbers], const Angles<kNumbers>& angles) {
+  KVS_UNROLL for (int i = 0; i < kNumbers / 2; ++i) {
+    turn(x[2 * i], x[2 * i + 1], angles.cos[kFirst + i], angles.sin[kFirst + i]);
+  }
 }
 
 template <class T, int kNumbers, int kBytes>
 KVS_DEVICE void turn_chunks(Chunk<kBytes>& a, Chunk<kBytes>& b, const Angles<kNumbers>& angles, bool within) {
   float x[kNumbers], y[kNumbers];
-  widen<T>(a, x), widen<T>(b, y);
-  turn_numbers(x, y, angles, within);
-  a = narrow<T>(x), b = narrow<T>(y);
+  if (!within) {
+    widen<T>(a, x), widen<T>(b, y);
+    turn_across(x, y, angles);
+    a = narrow<T>(x), b = narrow<T>(y);
+    return;
+  }
+  // Each for itself: beyond the rotary part a chunk keeps its bits, whatever the other one does.
+  if (angles.turns_a) {
+    widen<T>(a, x);
+    turn_within<0>(x, angles);
+    a = narrow<T>(x);
+  }
+  if (angles.turns_b) {
+    widen<T>(b, y);
+    turn_within<kNumbers / 2>(y, angles);
+    b = narrow<T>(y);
+  }
 }
 
 // ---- the unit's rows -----------------------------------------------------------------------------------------------
@@ -280,15 +291,18 @@ KVS_DEVICE void move_unit(const Params& p, const ConcatUnit& u, uint64_t policy)
     char* to_a = u.to + int64_t{a} * kOut;
 
     Angles<kNumbers> angles;
-    angles.turns = false;
+    angles.turns_a = angles.turns_b = false;
     KVS_UNROLL for (int i = 0; i < kNumbers; ++i) {
       constexpr int kHalf = kNumbers > 1 ? kNumbers / 2 : 1;
       const int pair = within ? (i < kHalf ? a : b) * kHalf + i % kHalf : item * kNumbers + i;
       const bool known = rotates && pair < h.row_pairs && (within || item < pairs);
       angles.cos[i] = known ? gpu::bits_float(p.table[u.rotation + 2 * pair]) : 1.0f;
       angles.sin[i] = known ? gpu::bits_float(p.table[u.rotation + 2 * pair + 1]) : 0.0f;
-      angles.turns = angles.turns || angles.cos[i] != 1.0f || angles.sin[i] != 0.0f;
+      const bool turning = angles.cos[i] != 1.0f || angles.sin[i] != 0.0f;
+      angles.turns_a = angles.turns_a || (turning && (!within || i < kHalf));
+      angles.turns_b = angles.turns_b || (turning && (!within || i >= kHalf));
     }
+    const bool turns = angles.turns_a || angles.turns_b;
 
     for (uint32_t base = u.first_row + static_cast<uint32_t>(lane); base < u.end_row; base += kRows * step) {
       // Strides are read from the parameters each time round: registers are for what comes from memory.
@@ -326,12 +340,17 @@ KVS_DEVICE void move_unit(const Params& p, const ConcatUnit& u, uint64_t policy)
         Chunk<kOut> out_a, out_b;
         if constexpr (kPlain) {
           out_a = in_a[r], out_b = in_b[r];
-          if (angles.turns) turn_chunks<T>(out_a, out_b, angles, within);
+          if (turns) turn_chunks<T>(out_a, out_b, angles, within);
         } else {
           float x[kNumbers], y[kNumbers];
           widen_stored(in_a[r], h.float8 != 0, scale[r], x);
           widen_stored(in_b[r], h.float8 != 0, scale[r], y);
-          if (angles.turns) turn_numbers(x, y, angles, within);
+          if (within) {
+            if (angles.turns_a) turn_within<0>(x, angles);
+            if (angles.turns_b) turn_within<kNumbers / 2>(y, angles);
+          } else if (turns) {
+            turn_across(x, y, angles);
+          }
           out_a = narrow<T>(x), out_b = narrow<T>(y);
         }
         char* target = to[r] + page[r] * to_page;
