@@ -265,3 +265,8 @@ def ulps_of_row_maximum(a: Tensor, b: Tensor) -> float:
     largest = torch.maximum(a.abs(), b.abs()).amax(-1, keepdim=True).double()
     ulp = torch.exp2(torch.floor(torch.log2(largest.clamp_min(1e-30)))) * torch.finfo(a.dtype).eps
     return float(((a.double() - b.double()).abs() / ulp).max())
+
+
+def dequantise(stored: Tensor, scale: Tensor) -> Tensor:
+    """8-bit `[L, H, T, D]` times the scale `[L, H]` of its layer and head: exact numbers, one float32 product."""
+    return stored.float() * scale[:, :, None, None]

@@ -36,6 +36,8 @@ void RopeConcatLayout::lay_out(const kvspeed_rope_concat_args& args, int num_thr
   plan.num_threads = 2 * key_bytes < kParallelBytesMin ? 1 : num_threads;
   plan.row_stride = 2 * half;
   plan.thread_table_floats = arranged_table_floats(args.rotary_dim);
+  // Two rows in float32 for packets of 8-bit numbers.
+  if (args.storage != KVSPEED_STORED_PLAIN) plan.thread_table_floats += (2 * args.head_dim + 15) / 16 * 16;
 
   plan.packet_units = packet_units = workspace.take<int64_t>(args.num_packets + 1);
   plan.packet_start = packet_start = workspace.take<int64_t>(args.num_packets);

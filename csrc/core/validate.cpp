@@ -9,6 +9,9 @@ constexpr int64_t kMaxPosition = int64_t{1} << 52;
 constexpr int64_t kMaxSize = int64_t{1} << 40;
 
 bool is_dtype(kvspeed_dtype d) { return d == KVSPEED_FLOAT32 || d == KVSPEED_BFLOAT16 || d == KVSPEED_FLOAT16; }
+bool is_storage(kvspeed_storage s) {
+  return s == KVSPEED_STORED_PLAIN || s == KVSPEED_STORED_INT8 || s == KVSPEED_STORED_FLOAT8_E4M3FN;
+}
 bool is_size(int64_t n) { return n >= 0 && n <= kMaxSize; }
 bool is_position(int64_t p) { return p >= -kMaxPosition && p <= kMaxPosition; }
 
@@ -48,7 +51,7 @@ kvspeed_status check_segment(const kvspeed_segment& s, const kvspeed_segment_att
 kvspeed_status validate(const kvspeed_rope_concat_args* args, kvspeed_device device) {
   if (args == nullptr) return KVSPEED_INVALID_ARGUMENT;
   const kvspeed_rope_concat_args& g = *args;
-  if (!is_dtype(g.dtype)) return KVSPEED_UNSUPPORTED;
+  if (!is_dtype(g.dtype) || !is_storage(g.storage)) return KVSPEED_UNSUPPORTED;
   if (!is_size(g.layers) || !is_size(g.heads) || !is_size(g.head_dim) || !is_rotary(g.rotary_dim, g.head_dim) ||
       !is_size(g.num_packets) || !is_size(g.start) || !is_size(g.capacity)) {
     return KVSPEED_INVALID_ARGUMENT;
@@ -61,6 +64,9 @@ kvspeed_status validate(const kvspeed_rope_concat_args* args, kvspeed_device dev
     const kvspeed_packet& p = g.packets[i];
     if (!is_size(p.tokens) || !is_position(p.offset)) return KVSPEED_INVALID_ARGUMENT;
     if (!empty && p.tokens > 0 && (p.key == nullptr || p.value == nullptr)) return KVSPEED_INVALID_ARGUMENT;
+    if (g.storage != KVSPEED_STORED_PLAIN && !empty && p.tokens > 0 && (!p.key_scale || !p.value_scale)) {
+      return KVSPEED_INVALID_ARGUMENT;
+    }
     if (__builtin_add_overflow(end, p.tokens, &end)) return KVSPEED_OUT_OF_RANGE;
     turns = turns || p.offset != 0;
   }

@@ -25,7 +25,7 @@ struct RopeConcatPlan {
   const int64_t* packet_units;  // [num_packets + 1]: units of work before each packet, in one head of one layer
   const int64_t* packet_start;  // [num_packets]: where in the output its first token goes
   int64_t unit_tokens;          // tokens of a unit
-  float* thread_table;          // num_threads tables in the order in which the kernel reads them
+  float* thread_table;          // num_threads tables in the order in which the kernel reads them, then its scratch
   int64_t thread_table_floats;  // of each
   bool stream;                  // write around the caches
   int num_threads;

@@ -125,6 +125,83 @@ inline void ForEachRun(const kvspeed_rope_concat_args& g, T* out, const int64_t*
   }
 }
 
+// ---- packets of 8-bit numbers --------------------------------------------------------------------------------------
+
+struct Float8Values {
+  float of[256];
+};
+// What each float8_e4m3fn number is worth: sign, 4 bits of exponent, 3 of fraction; no infinities, and one NaN a sign.
+constexpr Float8Values MakeFloat8Values() {
+  Float8Values values = {};
+  for (int i = 0; i < 128; ++i) {
+    const int exponent = i >> 3, fraction = i & 7;
+    float x = static_cast<float>(exponent == 0 ? fraction : 8 + fraction) / 512;  // multiples of 2^-9 at exponent 1
+    for (int e = 1; e < exponent; ++e) x *= 2;
+    values.of[i] = i == 127 ? __builtin_nanf("") : x;
+    values.of[128 + i] = i == 127 ? -__builtin_nanf("") : -x;
+  }
+  return values;
+}
+inline constexpr Float8Values kFloat8Values = MakeFloat8Values();
+
+inline void Dequantise(kvspeed_storage storage, const void* from, float scale, int64_t dim, float* to) {
+  if (storage == KVSPEED_STORED_INT8) {
+    const int8_t* p = static_cast<const int8_t*>(from);
+    for (int64_t i = 0; i < dim; ++i) to[i] = static_cast<float>(p[i]) * scale;
+  } else {
+    const uint8_t* p = static_cast<const uint8_t*>(from);
+    for (int64_t i = 0; i < dim; ++i) to[i] = kFloat8Values.of[p[i]] * scale;
+  }
+}
+
+template <class T>
+inline void RoundRow(const float* from, T* to, int64_t dim) {
+  int64_t i = 0;
+  for (; i + kLanes <= dim; i += kLanes) StoreAs(to + i, LoadAs(from + i));
+  for (; i < dim; ++i) to[i] = FromFloat<T>(from[i]);
+}
+
+// Rows of one head: a float32 row of each is made in `scratch` (2 * dim), turned there, and rounded once.
+template <class T>
+inline void DequantiseRows(const Rotation& r, kvspeed_storage storage, const int8_t* from, int64_t from_stride,
+                           float scale, T* to, int64_t to_stride, int64_t rows, float* scratch) {
+  for (int64_t i = 0; i < rows; ++i, from += from_stride, to += to_stride) {
+    Dequantise(storage, from, scale, r.dim, scratch);
+    if (r.pairs > 0) RotateRows<float, false>(r, scratch, r.dim, scratch + r.dim, r.dim, 1);
+    RoundRow(r.pairs > 0 ? scratch + r.dim : scratch, to, r.dim);
+  }
+}
+
+template <class T>
+inline void RopeConcatStoredUnit(const RopeConcatPlan& plan, int64_t layer, int64_t head, int64_t index, int64_t first,
+                                 int64_t tokens, int64_t out_token, float* table) {
+  const kvspeed_rope_concat_args& g = *plan.args;
+  const kvspeed_packet& p = g.packets[index];
+  const int32_t row = plan.layer_row[layer];
+  const int64_t half = g.rotary_dim / 2;
+  float* scratch = table + arranged_table_floats(g.rotary_dim);
+  const auto run = [&](const void* data, const int64_t* stride, const float* scales, const int64_t* scale_stride,
+                       void* out, const int64_t* out_stride, int64_t pairs) {
+    Rotation r = {pairs, half, g.head_dim, g.interleaved != 0, RotateMode::kScalar, table};
+    if (pairs > 0) {
+      const float* cos = plan.table + (index * plan.rows + row) * plan.row_stride;
+      r.mode = ChooseRotateMode<float>(pairs, r.interleaved);
+      ArrangeTable<float>(r.mode, cos, cos + half, pairs, table);
+    }
+    const int8_t* from = static_cast<const int8_t*>(data) + layer * stride[0] + head * stride[1] + first * stride[2];
+    const float scale = scales[layer * scale_stride[0] + head * scale_stride[1]];
+    ForEachRun(g, static_cast<T*>(out), out_stride, layer, head, out_token, tokens,
+               [&](T* to, int64_t done, int64_t n) {
+                 DequantiseRows(r, g.storage, from + done * stride[2], stride[2], scale, to, out_stride[3], n, scratch);
+               });
+  };
+  run(p.key, p.key_stride, p.key_scale, p.key_scale_stride, g.out_key, g.out_key_stride,
+      p.offset == 0 ? 0 : plan.row_pairs[row]);
+  run(p.value, p.value_stride, p.value_scale, p.value_scale_stride, g.out_value, g.out_value_stride, 0);
+}
+
+// ---- the work ------------------------------------------------------------------------------------------------------
+
 template <class T>
 inline void RopeConcatUnit(const RopeConcatPlan& plan, int64_t layer, int64_t head, int64_t index, int64_t first,
                            int64_t tokens, int64_t out_token, float* table) {
@@ -160,6 +237,7 @@ inline void RopeConcatUnit(const RopeConcatPlan& plan, int64_t layer, int64_t he
 template <class T>
 inline void RopeConcatTyped(const RopeConcatPlan& plan) {
   const kvspeed_rope_concat_args& g = *plan.args;
+  const auto run_unit = g.storage == KVSPEED_STORED_PLAIN ? RopeConcatUnit<T> : RopeConcatStoredUnit<T>;
   const int64_t per_head = plan.packet_units[g.num_packets], units = per_head * g.layers * g.heads;
 #pragma omp parallel num_threads(plan.num_threads) if (plan.num_threads > 1)
   {
@@ -174,7 +252,7 @@ inline void RopeConcatTyped(const RopeConcatPlan& plan) {
       }
       const int64_t first = (unit - plan.packet_units[low]) * plan.unit_tokens;
       const int64_t tokens = Min(plan.unit_tokens, g.packets[low].tokens - first);
-      RopeConcatUnit<T>(plan, layer, head, low, first, tokens, plan.packet_start[low] + first, table);
+      run_unit(plan, layer, head, low, first, tokens, plan.packet_start[low] + first, table);
     }
     StreamFence();
   }

@@ -45,6 +45,8 @@ def rope_concat(
     start: int = 0,
     interleaved: bool = False,
     page_table: Tensor | None = None,
+    key_scale: Sequence[Tensor] | None = None,
+    value_scale: Sequence[Tensor] | None = None,
 ) -> None:
     """Copies packets of keys and values, all layers at once, into one cache, turning the keys to their new positions.
 
@@ -52,17 +54,22 @@ def rope_concat(
     `offset * inv_freq`, formed in float64; nothing is scaled, so keys of YaRN models stay right.
 
     Args:
-        keys: one tensor a packet, `[L, H_kv, T_i, D]`, float32, bfloat16 or float16; any strides, 1 along D.
+        keys: one tensor a packet, `[L, H_kv, T_i, D]`, of out_keys's dtype, or all int8 or all float8_e4m3fn with
+            scales; any strides, 1 along D.
         values: the same shapes and dtype; their strides are their own.
         offsets: one int a packet: the position it is used at minus the position its keys were rotated for.
         inv_freq: float32 `[R/2]`, or `[L, R/2]` where layers differ; R <= D. A zero row leaves that layer unrotated.
-        out_keys: `[L, H_kv, S, D]`; with a page table `[L, pages, page_size, H_kv, D]`. Written in place. It must
-            overlap neither itself, nor `out_values`, nor a packet.
+        out_keys: `[L, H_kv, S, D]`; with a page table `[L, pages, page_size, H_kv, D]`. float32, bfloat16 or float16.
+            Written in place. It must overlap neither itself, nor `out_values`, nor a packet.
         out_values: the same shape and dtype.
         start: the index in the output, in tokens, where the first packet goes; the others follow it closely.
         interleaved: False where dimension i pairs with i + R/2 (Llama), True where 2i pairs with 2i + 1 (GPT-J).
         page_table: int32 `[n]`: token t lies in page `page_table[t // page_size]`. Entries of pages that are not
-            written are never read; the others must be distinct and in range.
+            written are never read; the others must be distinct and in range. A GPU's table is not looked at before the
+            call is on its way: tokens of pages out of range are dropped there.
+        key_scale: for 8-bit packets, float32 `[L, H_kv]` one a packet: each stored number stands for itself times the
+            scale of its layer and head. Such keys are turned in float32 and rounded once.
+        value_scale: the same for the values.
 
     Raises:
         TypeError: a wrong type or dtype.
@@ -70,12 +77,11 @@ def rope_concat(
         IndexError: more tokens than the output holds, or a page out of range.
         RuntimeError: a device that this build has no kernels for, or an input that requires grad.
     """
+    options = (start, interleaved, page_table, key_scale, value_scale)
     if _is_compiling() or library.must_dispatch(out_keys, out_values, inv_freq):
-        torch.ops.kvspeed.rope_concat(
-            list(keys), list(values), list(offsets), inv_freq, out_keys, out_values, start, interleaved, page_table
-        )
+        torch.ops.kvspeed.rope_concat(list(keys), list(values), list(offsets), inv_freq, out_keys, out_values, *options)
     else:
-        concat.run(keys, values, offsets, inv_freq, out_keys, out_values, start, interleaved, page_table)
+        concat.run(keys, values, offsets, inv_freq, out_keys, out_values, *options)
 
 
 def segment_attention(

@@ -29,6 +29,7 @@ __all__ = [
     "on_device",
     "optional_vector",
     "shape",
+    "short",
     "tensor",
 ]
 
@@ -53,10 +54,10 @@ def tensor(name: str, value: Any, dtype: torch.dtype | None = None, dtype_of: st
         if given != dtype:
             eight = f" {_eight_bit_reason(name)}" if given.itemsize == 1 else ""
             need = f"like {dtype_of}" if dtype_of else "nothing else is read"
-            raise TypeError(f"{name} has dtype {_short(given)}; it must be {_short(dtype)}, {need}{eight}")
+            raise TypeError(f"{name} has dtype {short(given)}; it must be {short(dtype)}, {need}{eight}")
     elif given not in DTYPE_CODES:
         reason = f" {_eight_bit_reason(name)}" if given.itemsize == 1 else ""
-        raise TypeError(f"{name} has dtype {_short(given)}; supported are {_DTYPE_NAMES}{reason}")
+        raise TypeError(f"{name} has dtype {short(given)}; supported are {_DTYPE_NAMES}{reason}")
     if value.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(
             f"{name} requires grad, and this op has no backward; call it under torch.no_grad() or "
@@ -97,14 +98,15 @@ def has_own_dispatch(value: Any) -> bool:
     return kind is not Tensor and issubclass(kind, Tensor) and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
-def _short(dtype: torch.dtype) -> str:
+def short(dtype: torch.dtype) -> str:
+    """The name of a dtype without the module."""
     return str(dtype).removeprefix("torch.")
 
 
 def _eight_bit_reason(name: str) -> str:
     return (
-        "(8-bit keys and values mean nothing without their scales, key_scale and value_scale, which this version does "
-        f"not read yet: dequantise {name} first)"
+        "(8-bit keys and values mean nothing without their scales: rope_concat takes int8 and float8_e4m3fn with "
+        f"key_scale and value_scale; else dequantise {name} first)"
     )
 
 
@@ -175,7 +177,7 @@ def inv_freq(value: Any, head_dim: int, layers: int | None = None) -> Tensor:
     name = "inv_freq"
     if isinstance(value, Tensor) and value.dtype != torch.float32:
         raise TypeError(
-            f"{name} has dtype {_short(value.dtype)}; give the model's own float32 inverse frequencies, computed anew "
+            f"{name} has dtype {short(value.dtype)}; give the model's own float32 inverse frequencies, computed anew "
             "where the model was cast (a half-precision copy turns keys by wrong angles)"
         )
     value = tensor(name, value, torch.float32)

@@ -16,6 +16,11 @@ from kvspeed.ops.overlap import overlaps_itself, share_memory
 
 __all__ = ["run"]
 
+# The numbers of kvspeed_storage in kvspeed.h; 0 is the output's dtype.
+_STORAGE_CODES: dict[torch.dtype, int] = {torch.int8: 1, torch.float8_e4m3fn: 2}
+_MAX_GPU_ROWS = 2**30 - 1  # a GPU's kernel counts rows in 32 bits
+_MAX_GPU_FREQUENCIES = 3900  # a row of cosines and sines travels among the parameters of a launch
+
 
 def run(
     keys: Sequence[Tensor],
@@ -27,6 +32,8 @@ def run(
     start: int,
     interleaved: bool,
     page_table: Tensor | None,
+    key_scale: Sequence[Tensor] | None = None,
+    value_scale: Sequence[Tensor] | None = None,
 ) -> None:
     """See `kvspeed.ops.rope_concat`."""
     keys, values, offsets = _lists(keys, values, offsets)
@@ -45,7 +52,10 @@ def run(
     inv_freq = check.inv_freq(inv_freq, head_dim, layers)
     check.boolean("interleaved", interleaved)
     start = check.integer("start", start, 0)
-    packets, total = _packets(keys, values, offsets, out_keys, out_values, (layers, heads, None, head_dim))
+    scales = _scales(keys, key_scale, value_scale, out_keys, (layers, heads))
+    stored = _storage(keys, out_keys.dtype, scales is not None)
+    expected = (layers, heads, None, head_dim)
+    packets, total = _packets(keys, values, offsets, stored, scales, out_keys, out_values, expected)
     if start + total > capacity:
         raise IndexError(
             f"{total} tokens from start {start} need a capacity of {start + total}, but out_keys holds {capacity}"
@@ -82,11 +92,12 @@ def run(
         0 if page_table is None else page_table.shape[0],
         page_size,
         pages,
-        0,
+        _STORAGE_CODES.get(stored, 0),
     )
     if gpu is None:
         _C.rope_concat(*arguments, torch.get_num_threads(), isa_variable.get(), None)
     else:
+        _check_gpu_sizes(layers * heads * total, inv_freq.shape[-1])
         gpu.launch(gpu.module.rope_concat, arguments)
     for output in (out_keys, out_values):  # what autograd saved from them is stale now, and must know
         if not output.is_inference():
@@ -124,10 +135,63 @@ def _outputs(out_keys: Any, out_values: Any, *, paged: bool) -> tuple[Tensor, Te
     return out_keys, out_values
 
 
+def _scales(
+    keys: list[Tensor], key_scale: Any, value_scale: Any, out_keys: Tensor, expected: tuple[int, int]
+) -> list[tuple[Tensor, Tensor]] | None:
+    """The scales of 8-bit packets, keys' and values', one pair a packet; None where none are given."""
+    if key_scale is None and value_scale is None:
+        return None
+    checked: list[list[Tensor]] = []
+    for name, given in (("key_scale", key_scale), ("value_scale", value_scale)):
+        if given is None:
+            raise ValueError(f"{name} is missing; 8-bit packets need key_scale and value_scale")
+        if isinstance(given, (Tensor, str, bytes, dict)) or not hasattr(given, "__len__"):
+            raise TypeError(f"{name} must be a list of tensors, one a packet; got {type(given).__name__}")
+        if len(given) != len(keys):
+            raise ValueError(f"{name} has {len(given)} entries and keys has {len(keys)}; give one a packet")
+        scales = []
+        for i, scale in enumerate(given):
+            scale = check.tensor(f"{name}[{i}]", scale, torch.float32)
+            check.on_device(f"{name}[{i}]", scale, out_keys.device, "out_keys")
+            scales.append(check.shape(f"{name}[{i}]", scale, expected, "float32 [L, H_kv]"))
+        checked.append(scales)
+    return list(zip(*checked, strict=True))
+
+
+def _storage(keys: list[Any], dtype: torch.dtype, scaled: bool) -> torch.dtype:
+    """The dtype of all packets: the output's, or an 8-bit one where there are scales."""
+    if not scaled or not keys:
+        return dtype
+    given = getattr(keys[0], "dtype", None)
+    if given == dtype:
+        raise ValueError(
+            f"key_scale and value_scale are given, but keys[0] has out_keys's dtype {check.short(dtype)}, which needs "
+            "no scales: leave them out"
+        )
+    if given is not None and given not in _STORAGE_CODES:
+        names = " or ".join(check.short(one) for one in _STORAGE_CODES)
+        raise TypeError(f"keys[0] has dtype {check.short(given)}; packets with scales are {names}")
+    return given if given is not None else dtype
+
+
+def _check_gpu_sizes(rows: int, frequencies: int) -> None:
+    if rows > _MAX_GPU_ROWS:
+        raise ValueError(
+            f"keys have {rows} tokens, counted in every layer and head; a GPU's kernel takes {_MAX_GPU_ROWS} in one "
+            "call: give fewer packets a call, and start"
+        )
+    if frequencies > _MAX_GPU_FREQUENCIES:
+        raise ValueError(
+            f"inv_freq has {frequencies} frequencies; a GPU's kernel takes {_MAX_GPU_FREQUENCIES}: use the CPU"
+        )
+
+
 def _packets(
     keys: list[Tensor],
     values: list[Tensor],
     offsets: list[int],
+    stored: torch.dtype,
+    scales: list[tuple[Tensor, Tensor]] | None,
     out_keys: Tensor,
     out_values: Tensor,
     expected: tuple[int | None, ...],
@@ -135,8 +199,9 @@ def _packets(
     """The packets' descriptors for the compiled code, and their tokens together. Packets are replaced in the lists."""
     packets, total = [], 0
     for i in range(len(keys)):
-        key = check.tensor(f"keys[{i}]", keys[i], out_keys.dtype, "out_keys")
-        value = check.tensor(f"values[{i}]", values[i], out_keys.dtype, "out_keys")
+        of = "out_keys" if scales is None else "keys[0]"
+        key = check.tensor(f"keys[{i}]", keys[i], stored, of)
+        value = check.tensor(f"values[{i}]", values[i], stored, of)
         check.shape(f"keys[{i}]", key, expected, "[L, H_kv, T, D] with out_keys's L, H_kv and D")
         check.shape(f"values[{i}]", value, tuple(key.shape), f"shaped like keys[{i}]")
         offset = check.integer(f"offsets[{i}]", offsets[i])
@@ -149,10 +214,22 @@ def _packets(
                         f"{output_name} overlaps {name}: they share memory, and packets are read while the output is "
                         "written; give a separate output, or a slice of it that leaves the packet out"
                     )
-        packets.append((key.data_ptr(), value.data_ptr(), *key.stride()[:3], *value.stride()[:3], key.shape[2], offset))
+        packet = (key.data_ptr(), value.data_ptr(), *key.stride()[:3], *value.stride()[:3], key.shape[2], offset)
+        if scales is not None:
+            key_scale, value_scale = scales[i]
+            packet += (key_scale.data_ptr(), value_scale.data_ptr(), *key_scale.stride(), *value_scale.stride())
+            _check_scales_apart(i, scales[i], out_keys, out_values)
+        packets.append(packet)
         keys[i], values[i] = key, value
         total += key.shape[2]
     return packets, total
+
+
+def _check_scales_apart(i: int, scales: tuple[Tensor, Tensor], out_keys: Tensor, out_values: Tensor) -> None:
+    for name, scale in zip(("key_scale", "value_scale"), scales, strict=True):
+        for output_name, output in (("out_keys", out_keys), ("out_values", out_values)):
+            if share_memory(output, scale):
+                raise ValueError(f"{output_name} overlaps {name}[{i}]: they share memory; give a separate output")
 
 
 def _used_pages(page_table: Tensor, start: int, total: int, page_size: int, pages: int) -> Tensor:

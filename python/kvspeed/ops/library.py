@@ -22,7 +22,8 @@ __all__ = ["must_dispatch"]
 _library = torch.library.Library("kvspeed", "DEF")
 _library.define(
     "rope_concat(Tensor[] keys, Tensor[] values, SymInt[] offsets, Tensor inv_freq, Tensor(a!) out_keys, "
-    "Tensor(b!) out_values, SymInt start=0, bool interleaved=False, Tensor? page_table=None) -> ()"
+    "Tensor(b!) out_values, SymInt start=0, bool interleaved=False, Tensor? page_table=None, "
+    "Tensor[]? key_scale=None, Tensor[]? value_scale=None) -> ()"
 )
 _library.define(
     "segment_attention(Tensor query, Tensor[] keys, Tensor[] values, SymInt[] offsets, SymInt[] starts, "
@@ -108,8 +109,11 @@ def _rope_concat(
     start: int = 0,
     interleaved: bool = False,
     page_table: Tensor | None = None,
+    key_scale: list[Tensor] | None = None,
+    value_scale: list[Tensor] | None = None,
 ) -> None:
-    concat.run(keys, values, offsets, inv_freq, out_keys, out_values, start, interleaved, page_table)
+    scales = (key_scale, value_scale)
+    concat.run(keys, values, offsets, inv_freq, out_keys, out_values, start, interleaved, page_table, *scales)
 
 
 def _rope_concat_fake(*arguments: Any) -> None:
