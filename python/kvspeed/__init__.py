@@ -15,6 +15,7 @@ _EXPORTS = {
     "KVCache": "kvspeed.cache",
     "Packet": "kvspeed.packet",
     "PacketAdapter": "kvspeed.packet",
+    "Sample": "kvspeed.samples",
     "Segment": "kvspeed.segment",
     "SpeedSpec": "kvspeed.rule",
     "VerifyReport": "kvspeed.gate",
@@ -23,9 +24,11 @@ _EXPORTS = {
     "build_preamble": "kvspeed.packet",
     "generate": "kvspeed.packet",
     "patch_model": "kvspeed.patch",
+    "read_samples": "kvspeed.samples",
     "speed_mask": "kvspeed.rule",
     "unpatch_model": "kvspeed.patch",
     "verify": "kvspeed.gate",
+    "write_samples": "kvspeed.samples",
 }
 
 __all__ = ["__version__", "ops", *_EXPORTS]

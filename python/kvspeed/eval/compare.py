@@ -20,11 +20,9 @@ from kvspeed.eval.score import contains
 from kvspeed.models import base_model
 from kvspeed.packet import Packet, PacketAdapter, build_packet, generate, prompt_ids
 from kvspeed.patch import patch_model, unpatch_model
+from kvspeed.samples import INSTRUCTION, SEPARATOR, document_text
 
 __all__ = ["INSTRUCTION", "METHODS", "SEPARATOR", "Comparison", "MethodResult", "document_text"]
-
-INSTRUCTION = "Read the documents and answer the question.\n\n"
-SEPARATOR = "Question: "
 
 FULL, CONCAT, PACKETS, SPEED, BOTH = METHODS = (
     "full recompute",
@@ -33,11 +31,6 @@ FULL, CONCAT, PACKETS, SPEED, BOTH = METHODS = (
     "SPEED",
     "packets + SPEED",
 )
-
-
-def document_text(text: str) -> str:
-    """A document as it stands in the prompt: without outer white space, ended by an empty line."""
-    return text.strip() + "\n\n"
 
 
 @dataclass

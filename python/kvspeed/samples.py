@@ -1,0 +1,196 @@
+# Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
+"""Questions about documents, the unit of training and evaluation, and the words that stand around them in a prompt.
+
+A file of samples is JSON Lines, one sample a line:
+
+    {"id": "a-1", "documents": ["Mira Ash ...", "..."], "question": "...", "answers": ["Norbridge"], "gold": [0]}
+
+`gold` (the documents that hold the answer, by index) and `task` may be left out, `answer` with one string stands for
+`answers`, and a sample without `id` gets the file's name and its line as one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["INSTRUCTION", "SEPARATOR", "Sample", "check_samples", "document_text", "read_samples", "write_samples"]
+
+INSTRUCTION = "Read the documents and answer the question.\n\n"
+SEPARATOR = "Question: "
+
+_KNOWN = {"id", "documents", "question", "answers", "answer", "gold", "task"}
+
+
+def document_text(text: str) -> str:
+    """A document as it stands in the prompt: without outer white space, ended by an empty line."""
+    return text.strip() + "\n\n"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A question, the documents that stand before it, and its accepted answers.
+
+    Attributes:
+        id: unique in a list of samples.
+        documents: their texts, in the order of the prompt.
+        question: what is asked, with a hint at the form of the answer where the task gives one.
+        answers: the short answer, then accepted spellings of it.
+        gold: indices of the documents that the answer needs; empty where that is not known.
+        task: the task that it belongs to, or "".
+
+    Raises:
+        TypeError: a field is of another type.
+        ValueError: there are no documents or no answers, a text is empty, or `gold` names a document twice or one that
+            is not there.
+    """
+
+    id: str
+    documents: tuple[str, ...]
+    question: str
+    answers: tuple[str, ...]
+    gold: tuple[int, ...] = ()
+    task: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("id", "question", "task"):
+            if not isinstance(getattr(self, name), str):
+                raise TypeError(f"{name}: expected a string, got {type(getattr(self, name)).__name__}")
+        for name in ("documents", "answers", "gold"):
+            object.__setattr__(self, name, _sequence(name, getattr(self, name)))
+        if not self.id.strip():
+            raise ValueError("id: is empty; give every sample a name of its own")
+        for name in ("documents", "answers"):
+            texts = getattr(self, name)
+            if not texts:
+                raise ValueError(f"{name}: there are none; a sample needs at least one")
+            for number, text in enumerate(texts):
+                if not isinstance(text, str):
+                    raise TypeError(f"{name}[{number}]: expected a string, got {type(text).__name__}")
+                if not text.strip():
+                    raise ValueError(f"{name}[{number}]: is empty; leave it out or give it words")
+        if not self.question.strip():
+            raise ValueError("question: is empty; ask something")
+        self._check_gold()
+
+    def _check_gold(self) -> None:
+        for index in self.gold:
+            if not isinstance(index, int) or isinstance(index, bool):
+                raise TypeError(f"gold: expected indices of documents, got {index!r}")
+            if not 0 <= index < len(self.documents):
+                raise ValueError(
+                    f"gold: names document {index}, there are {len(self.documents)}; count from 0 to "
+                    f"{len(self.documents) - 1}"
+                )
+        if len(set(self.gold)) != len(self.gold):
+            raise ValueError(f"gold: names a document twice in {list(self.gold)}; name each once")
+
+
+def check_samples(samples: Iterable[Sample]) -> list[Sample]:
+    """The samples as a list.
+
+    Raises:
+        TypeError: one is no `Sample`.
+        ValueError: there are none, or two have one id.
+    """
+    found = list(samples)
+    if not found:
+        raise ValueError("samples: got none; give at least one")
+    seen: dict[str, int] = {}
+    for number, sample in enumerate(found):
+        if not isinstance(sample, Sample):
+            raise TypeError(f"samples[{number}]: expected a kvspeed.Sample, got {type(sample).__name__}")
+        if sample.id in seen:
+            raise ValueError(
+                f"samples[{number}]: has the id {sample.id!r} of samples[{seen[sample.id]}]; ids are unique"
+            )
+        seen[sample.id] = number
+    return found
+
+
+def read_samples(path: str | os.PathLike[str]) -> list[Sample]:
+    """The samples of a JSON Lines file, empty lines skipped.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: a line is not a sample; the message names the file and the line.
+    """
+    path = Path(path)
+    samples: list[Sample] = []
+    first: dict[str, int] = {}
+    for number, line in enumerate(_lines(path), 1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            sample = _sample(json.loads(line), f"{path.stem}-{number}")
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where}: is no JSON ({error.msg} at character {error.pos + 1})") from None
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{where}: {error}") from None
+        if sample.id in first:
+            raise ValueError(f"{where}: the id {sample.id!r} is that of line {first[sample.id]} too; ids are unique")
+        first[sample.id] = number
+        samples.append(sample)
+    if not samples:
+        raise ValueError(f"{path}: holds no samples; one JSON object a line is expected")
+    return samples
+
+
+def write_samples(path: str | os.PathLike[str], samples: Iterable[Sample]) -> None:
+    """Writes JSON Lines that `read_samples` reads back as they were; the file appears whole or not at all.
+
+    Raises:
+        TypeError, ValueError: as `check_samples`, before anything is written.
+        OSError: the file cannot be written.
+    """
+    path = Path(path)
+    text = "".join(json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in check_samples(samples))
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        part.write_text(text, encoding="utf-8", newline="\n")
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: is not UTF-8 text (byte {error.start}); JSON Lines are expected") from None
+
+
+def _sample(entry: Any, default_id: str) -> Sample:
+    if not isinstance(entry, dict):
+        raise TypeError(f"expected a JSON object with documents, question and answers, got {type(entry).__name__}")
+    unknown = sorted(set(entry) - _KNOWN)
+    if unknown:
+        raise ValueError(f"unknown field {unknown[0]!r}; known are {', '.join(sorted(_KNOWN))}")
+    if "answer" in entry and "answers" in entry:
+        raise ValueError("both answer and answers are given; give one of them")
+    answers = [entry["answer"]] if "answer" in entry else entry.get("answers")
+    for name, value in (("documents", entry.get("documents")), ("answers", answers)):
+        if value is None:
+            raise ValueError(f"{name}: is missing")
+    if "question" not in entry:
+        raise ValueError("question: is missing")
+    return Sample(
+        id=entry.get("id", default_id),
+        documents=entry["documents"],
+        question=entry["question"],
+        answers=answers,
+        gold=entry.get("gold", ()),
+        task=entry.get("task", ""),
+    )
+
+
+def _sequence(name: str, value: Any) -> tuple[Any, ...]:
+    """A tuple of a list or tuple; a string would become a tuple of its letters."""
+    if isinstance(value, (str, bytes)) or not isinstance(value, (list, tuple)):
+        raise TypeError(f"{name}: expected a list, got {type(value).__name__}")
+    return tuple(value)
