@@ -173,7 +173,7 @@ def _sample(entry: Any, default_id: str) -> Sample:
         raise ValueError(f"unknown field {unknown[0]!r}; known are {', '.join(sorted(_KNOWN))}")
     if "answer" in entry and "answers" in entry:
         raise ValueError("both answer and answers are given; give one of them")
-    answers = [entry["answer"]] if "answer" in entry else entry.get("answers")
+    answers: Any = [entry["answer"]] if "answer" in entry else entry.get("answers")
     for name, value in (("documents", entry.get("documents")), ("answers", answers)):
         if value is None:
             raise ValueError(f"{name}: is missing")

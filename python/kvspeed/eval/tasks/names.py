@@ -17,12 +17,12 @@ SPLITS = ("train", "dev", "test")
 _SHARE = {"train": range(0, 6), "dev": range(6, 7), "test": range(7, 10)}  # of ten
 
 _FEMALE = (
-    "Alice Beth Clara Diana Emma Fiona Grace Hannah Irene Julia Karen Laura Maria Nina Olivia Paula Rachel Sarah Teresa "
-    "Ursula Vera Wendy Yvonne Zoe Amelia Bridget Cecilia Daphne Edith Flora Gloria Helen Iris Joan"
+    "Alice Beth Clara Diana Emma Fiona Grace Hannah Irene Julia Karen Laura Maria Nina Olivia Paula Rachel Sarah "
+    "Teresa Ursula Vera Wendy Yvonne Zoe Amelia Bridget Cecilia Daphne Edith Flora Gloria Helen Iris Joan"
 ).split()
 _MALE = (
-    "Adam Brian Carl David Edward Frank George Henry Ian James Kevin Louis Martin Nathan Oscar Peter Ralph Simon Thomas "
-    "Victor Walter Albert Bruno Calvin Dennis Ernest Felix Gilbert Howard Isaac Jacob Leonard Marcus Neil"
+    "Adam Brian Carl David Edward Frank George Henry Ian James Kevin Louis Martin Nathan Oscar Peter Ralph Simon "
+    "Thomas Victor Walter Albert Bruno Calvin Dennis Ernest Felix Gilbert Howard Isaac Jacob Leonard Marcus Neil"
 ).split()
 _SURNAME = (
     "Ash Black Brook Carl Cross Dale East Fair Farn Gold Green Hart Hath Holl King Lang Mar Mill North Oak Pem Red "

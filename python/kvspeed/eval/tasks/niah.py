@@ -31,8 +31,8 @@ _THINGS = (
     "anchor arrow barrel basket beetle bridge button camel candle canoe carpet castle cello chapel cherry "
     "clock compass coral cradle dagger dolphin drum falcon feather ferry fiddle fountain garden goblet hammer harp "
     "helmet heron island jacket kettle kite ladder lantern lemon lighthouse lion lizard locket magnet marble medal "
-    "mirror monkey needle otter owl paddle parrot pebble pepper pigeon pillow pistol pocket puzzle rabbit ribbon rocket "
-    "saddle sailor scarf shield sparrow spider spoon statue sword tiger torch tower trumpet tulip turtle violin wagon "
+    "mirror monkey needle otter owl paddle parrot pebble pepper pigeon pillow pistol pocket puzzle rabbit ribbon "
+    "rocket saddle sailor scarf shield sparrow spider spoon statue sword tiger torch tower trumpet tulip turtle violin wagon "
     "walnut whistle window wizard"
 )
 _WHO = (
@@ -46,12 +46,12 @@ _DOES = (
     "tea,fed the brown horse,painted the garden fence,looked for a lost key,sat under the oak"
 ).split(",")
 _WHEN = (
-    "in the morning,after the rain,before supper,on a cold day,late in the evening,when the bell rang,during the market,"
-    "at noon,while the others slept,in early spring,as on every Sunday,without saying a word,for almost an hour"
+    "in the morning,after the rain,before supper,on a cold day,late in the evening,when the bell rang,during the "
+    "market,at noon,while the others slept,in early spring,as on every Sunday,without saying a word,for almost an hour"
 ).split(",")
 _THEN = (
-    "and went home again,and nobody asked why,and then it grew dark,and the dog followed,and the wind was mild,and that "
-    "was all,but soon it was forgotten,and the children laughed,but the shop was closed,and the street was empty"
+    "and went home again,and nobody asked why,and then it grew dark,and the dog followed,and the wind was mild,and "
+    "that was all,but soon it was forgotten,and the children laughed,but the shop was closed,and the street was empty"
 ).split(",")
 
 
