@@ -5,7 +5,7 @@ A file of samples is JSON Lines, one sample a line:
 
     {"id": "a-1", "documents": ["Mira Ash ...", "..."], "question": "...", "answers": ["Norbridge"], "gold": [0]}
 
-`gold` (the documents that hold the answer, by index) and `task` may be left out, `answer` with one string stands for
+`gold` (the documents that hold the answer, by index), `task` and `reasoning` may be left out, `answer` with one string stands for
 `answers`, and a sample without `id` gets the file's name and its line as one.
 """
 
@@ -18,12 +18,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["INSTRUCTION", "SEPARATOR", "Sample", "check_samples", "document_text", "read_samples", "write_samples"]
+__all__ = [
+    "ANSWER_MARK",
+    "INSTRUCTION",
+    "SEPARATOR",
+    "Sample",
+    "check_samples",
+    "document_text",
+    "read_samples",
+    "write_samples",
+]
 
 INSTRUCTION = "Read the documents and answer the question.\n\n"
 SEPARATOR = "Question: "
+ANSWER_MARK = "Answer:"
 
-_KNOWN = {"id", "documents", "question", "answers", "answer", "gold", "task"}
+_KNOWN = {"id", "documents", "question", "answers", "answer", "gold", "task", "reasoning"}
 
 
 def document_text(text: str) -> str:
@@ -42,6 +52,7 @@ class Sample:
         answers: the short answer, then accepted spellings of it.
         gold: indices of the documents that the answer needs; empty where that is not known.
         task: the task that it belongs to, or "".
+        reasoning: what stands before the answer, where the question asks for steps; else "".
 
     Raises:
         TypeError: a field is of another type.
@@ -55,9 +66,22 @@ class Sample:
     answers: tuple[str, ...]
     gold: tuple[int, ...] = ()
     task: str = ""
+    reasoning: str = ""
+
+    @property
+    def target(self) -> str:
+        """What a model is taught to write: the first answer, after the reasoning and `ANSWER_MARK` where there is one."""
+        return f"{self.reasoning} {ANSWER_MARK} {self.answers[0]}" if self.reasoning else self.answers[0]
+
+    def prediction(self, text: str) -> str:
+        """The answer in what a model wrote: with reasoning, what follows the last `ANSWER_MARK`, "" without one."""
+        if not self.reasoning:
+            return text.strip()
+        before, mark, after = text.rpartition(ANSWER_MARK)
+        return after.strip() if mark else ""
 
     def __post_init__(self) -> None:
-        for name in ("id", "question", "task"):
+        for name in ("id", "question", "task", "reasoning"):
             if not isinstance(getattr(self, name), str):
                 raise TypeError(f"{name}: expected a string, got {type(getattr(self, name)).__name__}")
         for name in ("documents", "answers", "gold"):
@@ -186,6 +210,7 @@ def _sample(entry: Any, default_id: str) -> Sample:
         answers=answers,
         gold=entry.get("gold", ()),
         task=entry.get("task", ""),
+        reasoning=entry.get("reasoning", ""),
     )
 
 

@@ -15,6 +15,8 @@ from kvspeed.samples import Sample
 
 __all__ = ["multihop"]
 
+STEPS = " Give the company, then the answer."
+
 # what is asked of the firm -> (sentences of the firm's document, questions)
 RELATIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "town": (
@@ -76,6 +78,8 @@ def multihop(
     split: str = "test",
     pairs: int | tuple[int, int] = (2, 3),
     relations: tuple[str, ...] = ("town", "chief", "product"),
+    steps: bool = True,
+    questions_per_context: int = 1,
 ) -> list[Sample]:
     """`count` samples, each on its own people and firms.
 
@@ -85,6 +89,8 @@ def multihop(
         split: "train", "dev" or "test"; no surname, firm or town is in two of them.
         pairs: people a sample, or the least and the most; there are twice as many documents, of 15 to 60 tokens.
         relations: what may be asked of a firm: of "town", "chief" and "product".
+        steps: the question asks for the firm before the answer, as `Sample.reasoning` has it: small models need that.
+        questions_per_context: this many samples in a row have the same documents (cheaper to train on).
 
     Raises:
         ValueError: an argument is out of range.
@@ -94,33 +100,54 @@ def multihop(
     unknown = [name for name in relations if name not in RELATIONS]
     if unknown or not relations:
         raise ValueError(f"relations: got {list(relations)}, choose from {', '.join(RELATIONS)}")
-    return [_sample(index, seed, split, least, most, relations) for index in range(check_count(count))]
+    if not 1 <= questions_per_context <= least * len(relations):
+        raise ValueError(
+            f"questions_per_context: got {questions_per_context}, {least} pairs and {len(relations)} relations give 1 "
+            f"to {least * len(relations)}"
+        )
+    samples: list[Sample] = []
+    for index in range(-(-check_count(count) // questions_per_context)):
+        samples += _context(index, seed, split, (least, most), relations, steps, questions_per_context)
+    return samples[:count]
 
 
-def _sample(index: int, seed: int, split: str, least: int, most: int, relations: tuple[str, ...]) -> Sample:
+def _context(
+    index: int,
+    seed: int,
+    split: str,
+    pairs: tuple[int, int],
+    relations: tuple[str, ...],
+    steps: bool,
+    questions: int,
+) -> list[Sample]:
     rng = rng_of("multihop", split, seed, index)
     names = Names(rng, split)
     texts: list[tuple[str, str]] = []  # (person or firm, document)
     jobs: dict[str, tuple[str, dict[str, str]]] = {}  # person -> (firm, its facts)
-    for _ in range(rng.randint(least, most)):
+    for _ in range(rng.randint(*pairs)):
         name, pronoun = names.person()
         firm = names.firm()
         facts = {"town": names.town(), "chief": names.person()[0], "product": names.one_of(_PRODUCTS)}
         jobs[name] = (firm, facts)
         texts += [(name, _person_text(rng, name, pronoun, firm)), (firm, _firm_text(rng, firm, facts, relations))]
     rng.shuffle(texts)
-    name = rng.choice(sorted(jobs))
-    firm, facts = jobs[name]
-    asked = rng.choice(relations)
     order = [about for about, _ in texts]
-    return Sample(
-        id=f"multihop-{split}-{seed}-{index:05d}",
-        documents=tuple(text for _, text in texts),
-        question=rng.choice(RELATIONS[asked][1]).format(name=name) + HINT,
-        answers=(facts[asked],),
-        gold=(order.index(name), order.index(firm)),
-        task="multihop",
-    )
+    asked = [(name, what) for name in jobs for what in relations]
+    samples = []
+    for turn, (name, what) in enumerate(rng.sample(asked, questions)):
+        firm, facts = jobs[name]
+        samples.append(
+            Sample(
+                id=f"multihop-{split}-{seed}-{index * questions + turn:05d}",
+                documents=tuple(text for _, text in texts),
+                question=rng.choice(RELATIONS[what][1]).format(name=name) + (STEPS if steps else HINT),
+                answers=(facts[what],),
+                gold=(order.index(name), order.index(firm)),
+                task="multihop",
+                reasoning=f"{firm}." if steps else "",
+            )
+        )
+    return samples
 
 
 def _person_text(rng: Random, name: str, pronoun: str, firm: str) -> str:

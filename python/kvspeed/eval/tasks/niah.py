@@ -32,8 +32,8 @@ _THINGS = (
     "clock compass coral cradle dagger dolphin drum falcon feather ferry fiddle fountain garden goblet hammer harp "
     "helmet heron island jacket kettle kite ladder lantern lemon lighthouse lion lizard locket magnet marble medal "
     "mirror monkey needle otter owl paddle parrot pebble pepper pigeon pillow pistol pocket puzzle rabbit ribbon "
-    "rocket saddle sailor scarf shield sparrow spider spoon statue sword tiger torch tower trumpet tulip turtle violin wagon "
-    "walnut whistle window wizard"
+    "rocket saddle sailor scarf shield sparrow spider spoon statue sword tiger torch tower trumpet tulip turtle violin "
+    "wagon walnut whistle window wizard"
 )
 _WHO = (
     "the baker,the gardener,an old sailor,the teacher,a quiet neighbour,the postman,a young painter,the miller,my aunt,"
@@ -65,6 +65,7 @@ def niah(
     depth: float | None = None,
     digits: int = 5,
     distractors: int = 0,
+    questions_per_context: int = 1,
 ) -> list[Sample]:
     """`count` samples, each with a haystack of its own.
 
@@ -77,6 +78,7 @@ def niah(
         depth: where the needle stands, 0.0 (the first sentence of all) to 1.0 (the last); None: anywhere.
         digits: of the number.
         distractors: needles with other keys and numbers, anywhere else.
+        questions_per_context: this many samples in a row have the same documents and ask for different needles.
 
     Raises:
         ValueError: an argument is out of range.
@@ -92,27 +94,33 @@ def niah(
         raise ValueError(f"distractors: got {distractors}, give 0 to 50")
     if short < 20:
         raise ValueError(f"chunk_tokens: got {short}, give at least 20, which is one sentence")
+    if not 1 <= questions_per_context <= 1 + distractors:
+        raise ValueError(
+            f"questions_per_context: got {questions_per_context}, there are {1 + distractors} needles to ask for"
+        )
     task = "niah-multikey" if distractors else "niah"
-    samples = []
-    for index in range(check_count(count)):
+    samples: list[Sample] = []
+    for index in range(-(-check_count(count) // questions_per_context)):
         rng = rng_of(task, split, seed, index)
         texts = [_haystack(rng, rng.randint(short, long)) for _ in range(rng.randint(least, most))]
         keys = rng.sample(_keys(split), 1 + distractors)
         values = _values(rng, digits, 1 + distractors)
-        for key, value in zip(keys[1:], values[1:], strict=True):
-            _insert(rng, texts, _needle(rng, key, value), None)
-        gold = _insert(rng, texts, _needle(rng, keys[0], values[0]), depth)
-        samples.append(
-            Sample(
-                id=f"{task}-{split}-{seed}-{index:05d}",
-                documents=tuple(" ".join(sentences) for sentences in texts),
-                question=rng.choice(_QUESTIONS).format(key=keys[0]) + HINT,
-                answers=(values[0],),
-                gold=(gold,),
-                task=task,
+        needles = [_needle(rng, key, value) for key, value in zip(keys, values, strict=True)]
+        for needle in needles[1:]:
+            _insert(rng, texts, needle, None)
+        _insert(rng, texts, needles[0], depth)
+        for turn in range(questions_per_context):
+            samples.append(
+                Sample(
+                    id=f"{task}-{split}-{seed}-{index * questions_per_context + turn:05d}",
+                    documents=tuple(" ".join(sentences) for sentences in texts),
+                    question=rng.choice(_QUESTIONS).format(key=keys[turn]) + HINT,
+                    answers=(values[turn],),
+                    gold=tuple(number for number, sentences in enumerate(texts) if needles[turn] in sentences),
+                    task=task,
+                )
             )
-        )
-    return samples
+    return samples[:count]
 
 
 def _keys(split: str) -> list[str]:
@@ -147,9 +155,8 @@ def _haystack(rng: Random, tokens: int) -> list[str]:
     return sentences
 
 
-def _insert(rng: Random, texts: list[list[str]], needle: str, depth: float | None) -> int:
-    """Puts the needle between sentences; returns the document's index."""
+def _insert(rng: Random, texts: list[list[str]], needle: str, depth: float | None) -> None:
+    """Puts the needle between sentences."""
     places = [(number, at) for number, sentences in enumerate(texts) for at in range(len(sentences) + 1)]
     number, at = rng.choice(places) if depth is None else places[round(depth * (len(places) - 1))]
     texts[number].insert(at, needle)
-    return number
