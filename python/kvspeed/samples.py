@@ -5,8 +5,8 @@ A file of samples is JSON Lines, one sample a line:
 
     {"id": "a-1", "documents": ["Mira Ash ...", "..."], "question": "...", "answers": ["Norbridge"], "gold": [0]}
 
-`gold` (the documents that hold the answer, by index), `task` and `reasoning` may be left out, `answer` with one string stands for
-`answers`, and a sample without `id` gets the file's name and its line as one.
+`gold` (the documents that hold the answer, by index), `task` and `reasoning` may be left out, `answer` with one string
+stands for `answers`, and a sample without `id` gets the file's name and its line as one.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ class Sample:
 
     @property
     def target(self) -> str:
-        """What a model is taught to write: the first answer, after the reasoning and `ANSWER_MARK` where there is one."""
+        """What a model is taught to write: the first answer, after reasoning and `ANSWER_MARK` where there is some."""
         return f"{self.reasoning} {ANSWER_MARK} {self.answers[0]}" if self.reasoning else self.answers[0]
 
     def prediction(self, text: str) -> str:
         """The answer in what a model wrote: with reasoning, what follows the last `ANSWER_MARK`, "" without one."""
         if not self.reasoning:
             return text.strip()
-        before, mark, after = text.rpartition(ANSWER_MARK)
+        _, mark, after = text.rpartition(ANSWER_MARK)
         return after.strip() if mark else ""
 
     def __post_init__(self) -> None:
