@@ -1,0 +1,42 @@
+# Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
+"""Methods by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from kvspeed.eval.methods.base import Method
+from kvspeed.eval.methods.full import Full
+from kvspeed.eval.methods.nocache import NoCache
+from kvspeed.eval.methods.none import NoRecompute
+from kvspeed.eval.methods.packet import PacketMethod
+
+__all__ = ["METHODS", "get_method"]
+
+# Name -> how to make it. A name that ends in "<n>" stands for one of each whole number, which its maker is given.
+METHODS: dict[str, Callable[..., Method]] = {
+    "full": Full,
+    "none": NoRecompute,
+    "nocache": NoCache,
+    "packet": PacketMethod,
+}
+
+
+def get_method(name: str) -> Method:
+    """The method called `name`, e.g. "packet" or "cacheblend-10".
+
+    Raises:
+        ValueError: there is none of this name, or its number is out of range.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"method: expected a name, got {type(name).__name__}")
+    if name in METHODS and "<n>" not in name:
+        return METHODS[name]()
+    for pattern, make in METHODS.items():
+        found = re.fullmatch(re.escape(pattern).replace("<n>", r"(\d{1,6})"), name)
+        if "<n>" in pattern and found:
+            method = make(int(found[1]))
+            method.name = name
+            return method
+    raise ValueError(f"method: {name!r} is not known; known are {', '.join(METHODS)} (<n>: a number)")
