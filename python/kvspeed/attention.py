@@ -61,6 +61,8 @@ def attention_forward(
         if plan.deep is not None and index >= plan.deep.spec.k:
             out = _deep(plan, plan.deep, index, query, key, value, scale, softcap, window, dropout)
             return out.transpose(1, 2).contiguous(), None
+        if plan.cache is not None and plan.cache.observe is not None:
+            plan.cache.observe(module, query, key, value, scale, softcap, window)
         segments = plan.cache.layer(index).segments if plan.cache is not None else None
         few = query.shape[2] == 1 or (plan.past > 0 and (query.is_cuda or query.shape[2] <= _MAX_KERNEL_QUERIES))
         kernel = plan.kernels and _covered(query, key, value)

@@ -8,7 +8,7 @@ that other caches share, and layers may hold different tokens: so SPEED keeps pr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -54,6 +54,7 @@ class KVCache(DynamicCache):
         self.prefix_ids: list[int] | None = None  # token ids of an assembled prefix
         self.plain_mask = True  # whether the attention mask was left padding and nothing more
         self._before: list[int] = []  # tail lengths before the forward that is running
+        self.observe: Callable[..., None] | None = None  # shown each layer < depth by the attention; see packet.press
         self._first: tuple[torch.Tensor, dict[tuple[torch.device, int], torch.Tensor]] | None = None
 
     def _effective(self, spec: SpeedSpec | None) -> SpeedSpec | None:

@@ -3,7 +3,7 @@
 
 from kvspeed.packet.adapter import PacketAdapter
 from kvspeed.packet.assemble import assemble
-from kvspeed.packet.build import build_packet, build_preamble
+from kvspeed.packet.build import build_packet, build_preamble, build_single
 from kvspeed.packet.generate import GenerateStats, generate
 from kvspeed.packet.packet import Packet
 from kvspeed.packet.prompt import PromptIds, prompt_ids
@@ -18,6 +18,7 @@ __all__ = [
     "assemble",
     "build_packet",
     "build_preamble",
+    "build_single",
     "generate",
     "prompt_ids",
 ]

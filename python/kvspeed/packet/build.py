@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,16 @@ from kvspeed.fingerprint import model_fingerprint
 from kvspeed.models import architecture, base_model, causal_lm
 from kvspeed.packet.adapter import PacketAdapter
 from kvspeed.packet.packet import Packet
+from kvspeed.packet.press.base import kept_tokens
+from kvspeed.packet.press.bridge import as_press
+from kvspeed.packet.press.record import Recorder
 from kvspeed.packet.prompt import chat_parts, encode, preamble_ids
 from kvspeed.packet.rotation import describe_rotation
 from kvspeed.patch import state_of
 from kvspeed.rope import RopeSpec
 from kvspeed.speed.prefill import prompt_kv
 
-__all__ = ["build_packet", "build_preamble"]
+__all__ = ["build_packet", "build_preamble", "build_single"]
 
 
 def build_packet(
@@ -46,15 +49,16 @@ def build_packet(
         adapter: trained soft tokens, see `PacketAdapter`.
         k: layers to store. None: those the model is patched to, which are all where it is not patched with a k. Another
             number than the patched one is allowed; such a packet serves a model that is patched to it.
-        press: removing tokens is not part of this version; anything but None is refused.
+        press: removes tokens, see `kvspeed.packet.press`: one of its presses, or a `kvpress.ScorerPress`. Soft tokens
+            count among those of which a fraction is removed; where the press protects them, they stay, and at least one
+            token of the text with them.
 
     Raises:
         TypeError: `text` is no string, or an argument is of another kind.
         ValueError: the text is empty or longer than the model's positions, the adapter belongs to another model, k is
-            out of range, the architecture or its RoPE is not supported, or `press` is given.
+            out of range, the architecture or its RoPE is not supported, or the press cannot serve packets.
     """
-    if press is not None:
-        raise ValueError("press: compressing packets is not part of this version of kvspeed; leave it out")
+    press = as_press(press) if press is not None else None
     _check_text("text", text)
     if adapter is not None and not isinstance(adapter, PacketAdapter):
         raise TypeError(f"adapter: expected a PacketAdapter or None, got {type(adapter).__name__}")
@@ -62,7 +66,17 @@ def build_packet(
     if adapter is not None:
         adapter.check_model(model)
     ids = encode(tokenizer, text, "text")
-    return _build(model, ids, text, adapter if adapter is not None and adapter.tokens else None, depth)
+    adapter = adapter if adapter is not None and adapter.tokens else None
+    if press is None:
+        return _build(model, ids, text, adapter, depth)
+    header, trailer = (adapter.header.shape[0], adapter.trailer.shape[0]) if adapter is not None else (0, 0)
+    kept, protected = kept_tokens(header + len(ids) + trailer, press.ratio), None
+    if press.protect_soft and header + trailer:
+        kept = max(kept, header + trailer + 1)
+        protected = torch.ones(header + len(ids) + trailer, dtype=torch.bool)
+        protected[header : header + len(ids)] = False
+    recorder = Recorder(press, rope_of(model), ids, kept, protected)
+    return _build(model, ids, text, adapter, depth, recorder, press.describe())
 
 
 def build_preamble(
@@ -103,9 +117,61 @@ def build_preamble(
     return _build(model, ids, text, None, depth)
 
 
+def build_single(
+    model: nn.Module,
+    tokenizer: Any,
+    texts: Sequence[str],
+    *,
+    preamble: Packet | None = None,
+    k: int | None = None,
+    press: Any = None,
+) -> Packet:
+    """One block of the preamble and all `texts`, each of which sees everything before it, to compare packets with.
+
+    It holds the very ids of the preamble and of the packets of the same texts, without soft tokens. It is used as a
+    preamble: `assemble([], preamble=block, model=model)`.
+
+    Args:
+        model: as for `build_packet`.
+        tokenizer: its tokenizer.
+        texts: the documents, in order.
+        preamble: the block before them; its ids are computed again, together with the texts.
+        k: as for `build_packet`.
+        press: as for `build_packet`. The preamble stays whole (without BoS attention has no sink), and the press
+            removes its fraction of the texts' tokens.
+
+    Raises:
+        TypeError, ValueError: as for `build_packet`; no text.
+    """
+    press = as_press(press) if press is not None else None
+    if isinstance(texts, str) or not isinstance(texts, Sequence) or not texts:
+        raise TypeError(f"texts: expected a sequence of at least one string, got {texts!r:.60}")
+    if preamble is not None and not isinstance(preamble, Packet):
+        raise TypeError(f"preamble: expected a Packet or None, got {type(preamble).__name__}")
+    for index, text in enumerate(texts):
+        _check_text(f"texts[{index}]", text)
+    depth = _depth(model, k)
+    head = preamble.token_ids if preamble is not None else ()
+    parts = [encode(tokenizer, text, f"texts[{index}]") for index, text in enumerate(texts)]
+    ids = head + tuple(token for part in parts for token in part)
+    text = (preamble.text if preamble is not None else "") + "".join(texts)
+    if press is None:
+        return _build(model, ids, text, None, depth)
+    protected = torch.arange(len(ids)) < len(head)
+    kept = len(head) + kept_tokens(len(ids) - len(head), press.ratio)
+    recorder = Recorder(press, rope_of(model), ids, kept, protected)
+    return _build(model, ids, text, None, depth, recorder, {**press.describe(), "protected": len(head)})
+
+
 @torch.no_grad()
 def _build(
-    model: nn.Module, ids: tuple[int, ...], text: str, adapter: PacketAdapter | None, depth: int | None
+    model: nn.Module,
+    ids: tuple[int, ...],
+    text: str,
+    adapter: PacketAdapter | None,
+    depth: int | None,
+    recorder: Recorder | None = None,
+    press: dict[str, Any] | None = None,
 ) -> Packet:
     inner: Any = causal_lm(model)
     embedding = inner.get_input_embeddings()
@@ -122,9 +188,14 @@ def _build(
     tokens = torch.tensor([ids], device=embedding.weight.device)
     state = state_of(model)
     anchors = state.spec.anchor_tokens if state is not None and state.spec is not None else 1
-    with evaluating(model):
+    with evaluating(model), recorder.watching(model) if recorder is not None else nullcontext():
         given = {"input_ids": tokens} if adapter is None else {"inputs_embeds": adapter.wrap(embedding(tokens))}
-        keys, values, anchor_keys, anchor_values = prompt_kv(model, k=depth, anchor_tokens=anchors, **given)
+        keys, values, anchor_keys, anchor_values = prompt_kv(
+            model, k=depth, anchor_tokens=anchors, observe=recorder, **given
+        )
+    positions = None
+    if recorder is not None:
+        keys, values, positions = recorder.compressed(keys, values)
     name = str(getattr(inner.config, "_name_or_path", "") or "")
     return Packet(
         keys=keys.detach(),
@@ -139,6 +210,8 @@ def _build(
         k=depth,
         anchor_keys=anchor_keys.detach() if anchor_keys is not None else None,
         anchor_values=anchor_values.detach() if anchor_values is not None else None,
+        positions=positions,
+        press=press,
         model_name=Path(name).name or type(inner).__name__,
         adapter_fingerprint=adapter.fingerprint() if adapter is not None else None,
     )

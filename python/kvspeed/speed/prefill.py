@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +44,7 @@ def prompt_kv(
     *,
     anchor_tokens: int = 1,
     positions: torch.Tensor | None = None,
+    observe: Callable[..., None] | None = None,
 ) -> PromptKV:
     """Run one prompt through the first `k` layers of `model` (all for None) and return its KV.
 
@@ -55,6 +57,7 @@ def prompt_kv(
         k: depth, 1 .. L; None: all layers.
         anchor_tokens: first tokens whose KV above k is returned too.
         positions: int64 `[1, T]`, where the tokens stand; from 0 on for None.
+        observe: called by the attention of each layer < k with `(module, query, key, value, scale, softcap, window)`.
 
     Raises:
         ValueError: not exactly one prompt of at least one token; a model in training mode (dropout would enter the KV).
@@ -82,6 +85,7 @@ def prompt_kv(
         keys, values = (ops.empty_huge(shape, weight.dtype, home) for _ in range(2))
         if devices == {home}:
             cache.set_storage(keys, values, 0)  # the layers write where the result shall be
+        cache.observe = observe
         cache.begin_turn(tokens + 1)  # every token is prompt, and none of them the last one
         base(
             input_ids=input_ids,
