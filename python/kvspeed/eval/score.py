@@ -1,8 +1,10 @@
 # Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
-"""Scores of short answers, with SQuAD's normalisation.
+"""Scores of short answers, with SQuAD's normalisation; and two others, for comparison with published numbers.
 
 An answer is compared with every accepted spelling and gets the best score. `contains` is the one for models that answer
-in sentences; it compares whole words, so that "82" is not found in "1823".
+in sentences; it compares whole words, so that "82" is not found in "1823". `string_match` is RULER's score, and
+`corpus_f1` the one in the tables of the KV Packet paper (arXiv:2604.13226), which counts words over all questions, so
+that one long answer lowers it for the whole set.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import string
 from collections import Counter
 from collections.abc import Sequence
 
-__all__ = ["contains", "exact_match", "f1", "normalise"]
+__all__ = ["contains", "corpus_f1", "exact_match", "f1", "normalise", "string_match"]
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -37,6 +39,36 @@ def contains(prediction: str, answers: str | Sequence[str]) -> bool:
 def f1(prediction: str, answers: str | Sequence[str]) -> float:
     """Word-overlap F1 in [0, 1], the best over the answers. Two empty sides score 1."""
     return max(_f1(normalise(prediction).split(), normalise(answer).split()) for answer in _accepted(answers))
+
+
+def string_match(prediction: str, answers: str | Sequence[str]) -> float:
+    """RULER's score for tasks with one answer: 1.0 when an accepted spelling is a substring, whatever the case."""
+    return float(any(answer.lower() in prediction.lower() for answer in _accepted(answers)))
+
+
+def corpus_f1(predictions: Sequence[str], answers: Sequence[str]) -> float:
+    """F1 of word counts summed over all questions, words as lower case between white space, one last "." removed.
+
+    Args:
+        predictions: one a question.
+        answers: the one expected answer of each.
+
+    Raises:
+        ValueError: there are none, or not as many answers as predictions.
+    """
+    if len(predictions) != len(answers) or not predictions:
+        raise ValueError(f"predictions: got {len(predictions)} and {len(answers)} answers; give one answer for each")
+    common = said = wanted = 0
+    for prediction, answer in zip(predictions, answers, strict=True):
+        one, other = Counter(_plain_words(prediction)), Counter(_plain_words(answer))
+        common += (one & other).total()
+        said += one.total()
+        wanted += other.total()
+    return 2 * common / (said + wanted) if common else 0.0
+
+
+def _plain_words(text: str) -> list[str]:
+    return text.lower().strip().rstrip(".").split()
 
 
 def _accepted(answers: str | Sequence[str]) -> list[str]:

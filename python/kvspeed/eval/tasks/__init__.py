@@ -3,20 +3,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 from kvspeed.eval.tasks.biography import biography
+from kvspeed.eval.tasks.hotpotqa import hotpotqa
 from kvspeed.eval.tasks.multihop import multihop
+from kvspeed.eval.tasks.musique import musique
 from kvspeed.eval.tasks.niah import niah
-from kvspeed.samples import Sample
+from kvspeed.eval.tasks.spec import GENERATED, TASKS, TaskSpec, split_specs
 
-__all__ = ["GENERATED", "biography", "multihop", "niah"]
-
-# name -> function of (count, *, seed, split, options of its own)
-GENERATED: dict[str, Callable[..., list[Sample]]] = {
-    "biography": biography,
-    "niah": niah,
-    "niah-multikey": partial(niah, distractors=3),
-    "multihop": multihop,
-}
+__all__ = [
+    "GENERATED",
+    "TASKS",
+    "TaskSpec",
+    "biography",
+    "hotpotqa",
+    "multihop",
+    "musique",
+    "niah",
+    "split_specs",
+]

@@ -1,0 +1,153 @@
+# Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
+"""Tasks as they are named on the command line: `biography`, `niah:depth=0.5:chunks=8`, `hotpotqa:path=dev.json`."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from kvspeed.eval.tasks.biography import biography
+from kvspeed.eval.tasks.hotpotqa import hotpotqa
+from kvspeed.eval.tasks.multihop import multihop
+from kvspeed.eval.tasks.musique import musique
+from kvspeed.eval.tasks.names import rng_of
+from kvspeed.eval.tasks.niah import niah
+from kvspeed.samples import Sample, read_samples
+
+__all__ = ["ANSWER_TOKENS", "GENERATED", "TASKS", "TaskSpec", "split_specs"]
+
+# name -> function of (count, *, seed, split, options of its own)
+GENERATED: dict[str, Callable[..., list[Sample]]] = {
+    "biography": biography,
+    "niah": niah,
+    "niah-multikey": partial(niah, distractors=3),
+    "multihop": multihop,
+}
+
+
+def _from_file(count: int, *, seed: int = 0, split: str = "test", path: str) -> list[Sample]:
+    """The first `count` samples of a file of ours; seed and split play no part."""
+    return read_samples(Path(path).expanduser())[:count]
+
+
+TASKS: dict[str, Callable[..., list[Sample]]] = {
+    **GENERATED,
+    "hotpotqa": hotpotqa,
+    "musique": musique,
+    "samples": _from_file,
+}
+
+# the most tokens of an answer, where nothing else is asked for
+ANSWER_TOKENS = {"biography": 24, "niah": 24, "niah-multikey": 24, "multihop": 40, "hotpotqa": 48, "musique": 48}
+_STEPS_TOKENS = 256
+
+_OPTION = re.compile(r":(?=[a-z_]+=)")
+_NEXT = re.compile(r",(?=(?:" + "|".join(sorted(TASKS, key=len, reverse=True)) + r")(?:[:,]|$))")
+
+
+@dataclass(frozen=True)
+class TaskSpec:
+    """A task and its options.
+
+    Attributes:
+        name: one of `TASKS`.
+        options: keywords of its function.
+        shuffle: seed of another order of each sample's documents; None keeps the task's.
+        text: as it was written; the name of the task's rows.
+    """
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    shuffle: int | None = None
+    text: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> TaskSpec:
+        """From `name:key=value:...`; numbers, `2-7` for a pair, `a+b` for several names, true and false.
+
+        Raises:
+            ValueError: there is no such task, or it has no such option.
+        """
+        name, *parts = _OPTION.split(text.strip())
+        if name not in TASKS:
+            raise ValueError(f"tasks: there is no task {name!r}; there are {', '.join(TASKS)}")
+        options: dict[str, Any] = {}
+        for part in parts:
+            key, _, value = part.partition("=")
+            options[key] = value if key in ("path", "name", "config") else _value(value)
+        shuffle = options.pop("shuffle", None)
+        allowed = set(inspect.signature(TASKS[name]).parameters) - {"count", "seed", "split"}
+        unknown = sorted(set(options) - allowed)
+        if unknown:
+            raise ValueError(
+                f"tasks: {name} has no option {unknown[0]!r}; it has {', '.join(sorted(allowed | {'shuffle'}))}"
+            )
+        return cls(name, options, shuffle, text.strip())
+
+    @property
+    def answer_tokens(self) -> int:
+        """The most tokens of an answer, where nothing else is asked for."""
+        if self.options.get("steps") and self.name in ("hotpotqa", "musique"):
+            return _STEPS_TOKENS
+        return ANSWER_TOKENS.get(self.name, 48)
+
+    def load(self, count: int, *, seed: int = 0, split: str = "test", questions_per_context: int = 1) -> list[Sample]:
+        """The samples; `questions_per_context` is passed to tasks that know it, where the options do not say it.
+
+        Raises:
+            ValueError, OSError, ImportError: as the task's function.
+        """
+        make, options = TASKS[self.name], dict(self.options)
+        if questions_per_context > 1 and "questions_per_context" in inspect.signature(make).parameters:
+            options.setdefault("questions_per_context", questions_per_context)
+        try:
+            samples = make(count, seed=seed, split=split, **options)
+        except TypeError as error:
+            raise ValueError(f"tasks: {self.text or self.name}: {error}") from error
+        return samples if self.shuffle is None else [_shuffled(sample, self.shuffle) for sample in samples]
+
+
+def split_specs(text: str) -> list[TaskSpec]:
+    """Tasks separated by commas (commas inside options are left alone), each once.
+
+    Raises:
+        ValueError: there is none, one is written twice, or as `TaskSpec.parse`.
+    """
+    parts = [part for part in _NEXT.split(text.strip().strip(",")) if part.strip()]
+    if not parts:
+        raise ValueError(f"tasks: got none; choose from {', '.join(TASKS)}")
+    specs = [TaskSpec.parse(part) for part in parts]
+    texts = [spec.text for spec in specs]
+    for one in texts:
+        if texts.count(one) > 1:
+            raise ValueError(f"tasks: {one} is given twice; name each once")
+    return specs
+
+
+def _value(text: str) -> Any:
+    if text in ("true", "false"):
+        return text == "true"
+    if re.fullmatch(r"\d+-\d+", text):
+        least, _, most = text.partition("-")
+        return int(least), int(most)
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return tuple(text.split("+"))
+
+
+def _shuffled(sample: Sample, seed: int) -> Sample:
+    order = list(range(len(sample.documents)))
+    rng_of("shuffle", seed, *sample.documents).shuffle(order)  # by the documents, so that equal ones stay equal
+    return replace(
+        sample,
+        documents=tuple(sample.documents[index] for index in order),
+        gold=tuple(sorted(order.index(index) for index in sample.gold)),
+    )
