@@ -107,7 +107,7 @@ def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch
 
 
 def test_interrupted_write_leaves_nothing(tmp_path, monkeypatch):
-    def interrupted(metadata, tensors):
+    def interrupted(head, order, tensors):
         yield b"half"
         raise KeyboardInterrupt
 
@@ -212,8 +212,8 @@ def test_other_files_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": "2"}, "reads versions 1 to 1"),
-        ({"version": "0"}, "reads versions 1 to 1"),
+        ({"version": "3"}, "reads versions 1 to 2"),
+        ({"version": "0"}, "reads versions 1 to 2"),
         ({"version": "-1"}, "no number"),
         ({"version": "1.0"}, "no number"),
         ({"version": "9" * 5000}, "no number"),
@@ -304,7 +304,7 @@ def test_inconsistent_tensors_are_refused(tmp_path):
         ({"keys": torch.randn(4, 2, 5), "values": torch.randn(4, 2, 5)}, full, "keys: expected"),
         ({"other": torch.zeros(1)}, [*full, "other"], "unknown or missing tensors"),
         ({"anchor_keys": torch.zeros(1)}, [*full, "anchor_keys"], "anchor"),
-        ({"positions": torch.zeros(4, 2, 5, dtype=torch.int32)}, [*full, "positions"], "press, positions"),
+        ({"positions": torch.arange(5).int().expand(4, 2, 5)}, [*full, "positions"], "press, positions"),
     ):
         rewrite(path, packet, {"tensors": sorted(names)}, tensors)
         with pytest.raises(TensorFileError, match=message) as caught:

@@ -14,6 +14,7 @@ from kvspeed.packet.rotation import validate_rotation
 __all__ = ["Packet"]
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_SCALED = (torch.int8, torch.float8_e4m3fn)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -24,7 +25,7 @@ class Packet:
     written to: caches read it in place, and a loaded one may be a memory-mapped file.
 
     Attributes:
-        keys: `[layers stored, H_kv, T, D]`, float32, bfloat16 or float16.
+        keys: `[layers stored, H_kv, T, D]`, float32, bfloat16 or float16; or int8 or float8_e4m3fn, with scales.
         values: the same shape and dtype.
         token_ids: ids of the text's tokens, soft tokens not included.
         header: soft tokens before the text.
@@ -42,6 +43,10 @@ class Packet:
         adapter_fingerprint: of the soft tokens (`PacketAdapter.fingerprint`), None where there are none.
         rope: how the keys are rotated (`packet.rotation.describe_rotation`).
         press: how tokens were removed, None where none were.
+        compute_dtype: what the model computes in, where keys and values are kept in fewer bits (`packet.quantise`);
+            None where they are in it themselves. Anchors are always in it.
+        key_scale: float32 `[layers stored, H_kv]`, by which 8-bit keys are multiplied; None for others.
+        value_scale: the same for values.
 
     Raises:
         ValueError, TypeError: the parts do not fit each other.
@@ -63,6 +68,9 @@ class Packet:
     model_name: str = ""
     adapter_fingerprint: str | None = None
     press: dict[str, Any] | None = None
+    compute_dtype: torch.dtype | None = None
+    key_scale: torch.Tensor | None = None
+    value_scale: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -83,7 +91,8 @@ class Packet:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.keys.dtype
+        """What the model computes in; `keys.dtype` may be smaller."""
+        return self.keys.dtype if self.compute_dtype is None else self.compute_dtype
 
     @property
     def device(self) -> torch.device:
@@ -91,11 +100,11 @@ class Packet:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the stored keys and values, anchors included."""
+        """Bytes of the stored keys and values, anchors and scales included."""
         return sum(t.numel() * t.element_size() for name, t in self.tensors().items() if name != "positions")
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one stored layer, `[H_kv, T, D]` each, where they lie."""
+        """Keys and values of one stored layer, `[H_kv, T, D]` each, where and as they lie."""
         return self.keys[index], self.values[index]
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -106,9 +115,12 @@ class Packet:
     def __repr__(self) -> str:
         soft = f" ({self.header} + {self.trailer} soft)" if self.header or self.trailer else ""
         depth = f", k={self.k}" if self.k is not None else ""
+        dtype = str(self.dtype).removeprefix("torch.")
+        if self.compute_dtype is not None:
+            dtype += f" in {str(self.keys.dtype).removeprefix('torch.')}"
         return (
             f"Packet({_shorten(self.text)!r}, {self.length} tokens{soft}, {self.depth} of {self.layers} layers{depth}, "
-            f"{str(self.dtype).removeprefix('torch.')}, model {self.model_name or '?'} {self.model_fingerprint[:8]})"
+            f"{dtype}, model {self.model_name or '?'} {self.model_fingerprint[:8]})"
         )
 
     # ---- where it is ----------------------------------------------------------------------------------------------
@@ -119,6 +131,12 @@ class Packet:
             return self
         moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self.tensors().items()}
         return replace(self, **moved)
+
+    def full(self) -> Packet:
+        """The packet with keys and values in `dtype`; itself where they are. What fewer bits lost stays lost."""
+        from kvspeed.packet.quantise import full
+
+        return full(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the packet to `path` (safetensors), atomically; see `kvspeed.packet.file`."""
@@ -156,9 +174,8 @@ class Packet:
         stored = self.k if self.k is not None else self.layers
         if self.keys.ndim != 4 or self.keys.shape[0] != stored or min(self.keys.shape) < 1:
             raise ValueError(f"keys: expected [{stored}, H_kv, T, D], none empty, got {list(self.keys.shape)}")
-        if self.keys.dtype not in _FLOATS:
-            raise ValueError(f"keys: expected float32, bfloat16 or float16, got {self.keys.dtype}")
-        self._check_like("values", self.values, self.keys.shape)
+        self._check_storage(stored)
+        self._check_like("values", self.values, self.keys.shape, self.keys.dtype)
         tokens, head_dim = self.keys.shape[2:]
         if self.positions is None:
             if tokens != self.length:
@@ -177,15 +194,39 @@ class Packet:
                     f"anchor_keys: must hold 1 to {self.length} tokens, got {list(self.anchor_keys.shape)}"
                 )
             shape = (self.layers - stored, self.keys.shape[1], count, head_dim)
-            self._check_like("anchor_keys", self.anchor_keys, shape)
-            self._check_like("anchor_values", self.anchor_values, shape)
+            self._check_like("anchor_keys", self.anchor_keys, shape, self.dtype)
+            self._check_like("anchor_values", self.anchor_values, shape, self.dtype)
 
-    def _check_like(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+    def _check_storage(self, stored: int) -> None:
+        """dtype of keys, what it stands for, and the scales that it needs."""
+        kept, scales = self.keys.dtype, (self.key_scale, self.value_scale)
+        if kept not in _FLOATS and kept not in _SCALED:
+            raise ValueError(f"keys: expected float32, bfloat16 or float16, or int8 or float8_e4m3fn, got {kept}")
+        if self.compute_dtype is not None and (self.compute_dtype not in _FLOATS or self.compute_dtype == kept):
+            raise ValueError(
+                f"compute_dtype: expected float32, bfloat16 or float16, and not that of the keys ({kept}), got "
+                f"{self.compute_dtype!r}"
+            )
+        if kept not in _SCALED:
+            if scales != (None, None):
+                raise ValueError(f"key_scale, value_scale: only 8-bit keys and values have scales, these are {kept}")
+            return
+        if self.compute_dtype is None:
+            raise ValueError(f"compute_dtype: a packet of {kept} must say what it is used in")
+        for name, scale in zip(("key_scale", "value_scale"), scales, strict=True):
+            if not isinstance(scale, torch.Tensor):
+                raise ValueError(f"{name}: 8-bit keys and values need their scales")
+            self._check_like(name, scale, (stored, self.keys.shape[1]), torch.float32)
+            if not bool((torch.isfinite(scale) & (scale > 0)).all()):
+                raise ValueError(f"{name}: expected finite numbers above 0")
+
+    def _check_like(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         if tuple(tensor.shape) != tuple(shape):
             raise ValueError(f"{name}: expected {list(shape)}, got {list(tensor.shape)}")
-        if tensor.dtype != self.keys.dtype or tensor.device != self.keys.device:
+        if tensor.dtype != dtype or tensor.device != self.keys.device:
             raise ValueError(
-                f"{name}: is {tensor.dtype} on {tensor.device}, keys are {self.keys.dtype} on {self.keys.device}"
+                f"{name}: is {tensor.dtype} on {tensor.device}, expected {dtype} on {self.keys.device}, where the keys "
+                "are"
             )
         if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise ValueError(f"{name}: the head dimension must have stride 1")
@@ -197,6 +238,8 @@ class Packet:
             )
         if tokens > self.length or int(positions.min()) < 0 or int(positions.max()) >= self.length:
             raise ValueError(f"positions: expected values from 0 to {self.length - 1}, at most one a position")
+        if bool((positions.sort(-1).values.diff(dim=-1) == 0).any()):
+            raise ValueError("positions: two stored tokens of a head have the same position")
 
     def _check_origin(self) -> None:
         for name, value in (("text", self.text), ("model_name", self.model_name)):

@@ -10,38 +10,71 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import os
 import secrets
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from kvspeed.digest import tensor_digest
+from kvspeed.packet.container import ContainerError, parse_head, parse_tensors, write_head, write_pieces
 
-__all__ = ["TensorFileError", "read_tensor_file", "write_tensor_file"]
+__all__ = [
+    "Encoded",
+    "TensorFileError",
+    "encode_tensor_file",
+    "parse_description",
+    "parse_tensor_file",
+    "read_tensor_file",
+    "write_tensor_file",
+]
 
-_ALIGNMENT = 64
 _METADATA = {"format", "version", "header", "checksum"}
-_CODES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-}
 
 
 class TensorFileError(ValueError):
     """The file is not what it should be: another format, truncated, altered, or of an unknown version."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A file that is ready to be written; the tensors' bytes are not copied.
+
+    Attributes:
+        head: its first bytes.
+        order: the tensors that follow.
+        tensors: by name.
+    """
+
+    head: bytes
+    order: list[str]
+    tensors: dict[str, torch.Tensor]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return len(self.head) + sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def pieces(self) -> Iterator[bytes | memoryview]:
+        """Its bytes, in order."""
+        return _pieces(self.head, self.order, self.tensors)
+
+
+def encode_tensor_file(format: str, version: int, header: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Encoded:
+    """The bytes of a file, see `write_tensor_file`.
+
+    Raises:
+        TypeError, ValueError: `header` is not JSON-able or a dtype has no place in safetensors.
+    """
+    text = json.dumps(header, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    checksum = _checksum(format, version, text, tensors)
+    metadata = {"format": format, "version": str(version), "header": text, "checksum": checksum}
+    head, order = write_head(metadata, tensors)
+    return Encoded(head, order, tensors)
 
 
 def write_tensor_file(
@@ -65,17 +98,11 @@ def write_tensor_file(
         raise FileNotFoundError(f"cannot write {path}: the folder {path.parent} does not exist")
     if path.is_dir():
         raise IsADirectoryError(f"cannot write {path}: it is a folder; give the name of a file")
-    text = json.dumps(header, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    metadata = {
-        "format": format,
-        "version": str(version),
-        "header": text,
-        "checksum": _checksum(format, version, text, tensors),
-    }
+    encoded = encode_tensor_file(format, version, header, tensors)
     temporary = path.parent / f".kvspeed-{os.getpid()}-{secrets.token_hex(8)}.tmp"
     try:
         with open(temporary, "xb") as file:
-            for piece in _pieces(metadata, tensors):
+            for piece in encoded.pieces():
                 file.write(piece)
             file.flush()
             os.fsync(file.fileno())
@@ -111,29 +138,68 @@ def read_tensor_file(
         raise FileNotFoundError(f"there is no file {path}")
     if not path.is_file():  # a pipe or a device, which opening could wait for
         raise TensorFileError(f"{path} is no regular file, and so no {format} file")
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        # private to this process: what a caller wrongly writes to a packet never reaches the file
+        buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if size else b""
+    return parse_tensor_file(buffer, str(path), format, version, verify=verify)
+
+
+def parse_tensor_file(
+    buffer: Any, source: str, format: str, version: int, *, verify: bool = True
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """`read_tensor_file` for a file that is in memory.
+
+    Args:
+        buffer: all bytes of the file, writable (bytearray, mmap); the tensors share its memory.
+        source: what messages call it.
+        format, version, verify: as in `read_tensor_file`.
+
+    Raises:
+        TensorFileError: as in `read_tensor_file`.
+    """
     try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            metadata = file.metadata() or {}
-            text, found_version = _check_metadata(path, metadata, format, version)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
-    except SafetensorError as error:
+        head = parse_head(buffer)
+        text, found_version = _check_metadata(source, head.metadata, format, version)
+        tensors = parse_tensors(buffer, head)
+    except ContainerError as error:
         raise TensorFileError(
-            f"{path} is truncated, altered or no {format} file ({brief(error)}): build it anew"
+            f"{source} is truncated, altered or no {format} file ({brief(error)}): build it anew"
         ) from error
-    if verify and _checksum(format, found_version, text, tensors) != metadata["checksum"]:
-        raise TensorFileError(f"{path} was altered or damaged (its checksum does not match): build it anew")
+    if verify and _checksum(format, found_version, text, tensors) != head.metadata["checksum"]:
+        raise TensorFileError(f"{source} was altered or damaged (its checksum does not match): build it anew")
+    return _description(source, text), tensors
+
+
+def parse_description(buffer: Any, source: str, format: str, version: int) -> tuple[dict[str, Any], int]:
+    """`(header, bytes that the whole file must have)` from the first bytes of a file; the tensors may be damaged.
+
+    Raises:
+        TensorFileError: not even these bytes are as they should be.
+    """
+    try:
+        head = parse_head(buffer)
+    except ContainerError as error:
+        raise TensorFileError(
+            f"{source} is truncated, altered or no {format} file ({brief(error)}): build it anew"
+        ) from error
+    text, _ = _check_metadata(source, head.metadata, format, version)
+    return _description(source, text), head.size
+
+
+def _description(source: str, text: str) -> dict[str, Any]:
     try:
         header = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise TensorFileError(
-            f"{path} has a description that cannot be read ({brief(error)}): build it anew"
+            f"{source} has a description that cannot be read ({brief(error)}): build it anew"
         ) from error
     if not isinstance(header, dict):
-        raise TensorFileError(f"{path} has a description that is no mapping: build it anew")
-    return header, tensors
+        raise TensorFileError(f"{source} has a description that is no mapping: build it anew")
+    return header
 
 
-def _check_metadata(path: Path, metadata: dict[str, str], format: str, version: int) -> tuple[str, int]:
+def _check_metadata(path: str, metadata: dict[str, str], format: str, version: int) -> tuple[str, int]:
     """The header's text and the version of a file whose metadata is as it should be."""
     if "format" not in metadata:
         raise TensorFileError(f"{path} is a safetensors file, but not a {format} file")
@@ -166,28 +232,7 @@ def _checksum(format: str, version: int, text: str, tensors: dict[str, torch.Ten
     return digest.hexdigest()
 
 
-def _pieces(metadata: dict[str, str], tensors: dict[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
-    """The file's bytes in order."""
-    entries: dict[str, Any] = {"__metadata__": metadata}
-    # wide elements first, so that each tensor is aligned to its element without gaps, which safetensors forbids
-    order = sorted(tensors, key=lambda name: -tensors[name].element_size())
-    end = integers = 0
-    for name in order:
-        tensor = tensors[name]
-        if tensor.dtype not in _CODES:
-            raise ValueError(f"tensor {name}: {tensor.dtype} cannot be stored in safetensors")
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        entries[name] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-        integers += 0 if tensor.dtype.is_floating_point else end - start
-    head = json.dumps(entries, separators=(",", ":")).encode()
-    # what stands before the keys (8 bytes, this head, the few integers) fills whole lines of 64 bytes
-    head += b" " * (-(8 + len(head) + integers) % _ALIGNMENT)
-    yield len(head).to_bytes(8, "little")
-    yield head
-    for name in order:
-        tensor = tensors[name].detach().cpu().contiguous().view(-1)
-        if tensor.numel():
-            yield tensor.view(torch.uint8).numpy().data
+_pieces = write_pieces
 
 
 def _refuse_constant(name: str) -> Any:
