@@ -10,7 +10,7 @@ After it every method decodes alike (`decode`): the model itself, on the cache t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +34,7 @@ class Prepared:
         blocks: KV of preamble and documents, in order; empty for a method that keeps none of the documents.
         length: positions before the question, soft tokens included.
         extra: what a method needs besides.
-        work: what the last `first_token` computed; None before it.
+        done: gives what the last `first_token` computed, where that depends on the question; None before it.
     """
 
     context: Context
@@ -42,7 +42,7 @@ class Prepared:
     blocks: list[Block]
     length: int
     extra: dict[str, Any] = field(default_factory=dict)
-    work: Work | None = None
+    done: Callable[[], Work] | None = None
 
     @property
     def preamble(self) -> int:
@@ -89,8 +89,9 @@ class Method(ABC):
         Where the rows depend on the question, those of the last `first_token` of `prepared` are counted, if it had as
         many question tokens; rows spread evenly before that.
         """
-        if prepared.work is not None and prepared.work.question == question_tokens:
-            return prepared.work
+        done = prepared.done() if prepared.done is not None else None
+        if done is not None and done.question == question_tokens:
+            return done
         return self.expected_work(prepared, question_tokens)
 
     def expected_work(self, prepared: Prepared, question_tokens: int) -> Work:

@@ -6,13 +6,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from kvspeed.eval.methods.a3 import A3
 from kvspeed.eval.methods.base import Method
+from kvspeed.eval.methods.block_attention import BlockAttention
+from kvspeed.eval.methods.cacheblend import CacheBlend
+from kvspeed.eval.methods.epic import Epic
 from kvspeed.eval.methods.full import Full
 from kvspeed.eval.methods.nocache import NoCache
 from kvspeed.eval.methods.none import NoRecompute
 from kvspeed.eval.methods.packet import PacketMethod
+from kvspeed.eval.methods.sink import Sink
 
-__all__ = ["METHODS", "get_method"]
+__all__ = ["METHODS", "make_method"]
 
 # Name -> how to make it. A name that ends in "<n>" stands for one of each whole number, which its maker is given.
 METHODS: dict[str, Callable[..., Method]] = {
@@ -20,10 +25,16 @@ METHODS: dict[str, Callable[..., Method]] = {
     "none": NoRecompute,
     "nocache": NoCache,
     "packet": PacketMethod,
+    "sink": Sink,
+    "cacheblend-<n>": CacheBlend,
+    "epic-<n>": Epic,
+    "epic-bos-<n>": lambda tokens: Epic(tokens, bos=True),
+    "a3-<n>": A3,
+    "block-attention": BlockAttention,
 }
 
 
-def get_method(name: str) -> Method:
+def make_method(name: str) -> Method:
     """The method called `name`, e.g. "packet" or "cacheblend-10".
 
     Raises:
