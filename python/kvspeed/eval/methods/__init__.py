@@ -1,9 +1,9 @@
 # Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
-"""KV Packet and its rivals behind one interface; `make_method` makes one from its name."""
+"""KV Packet and its rivals behind one interface; `get_method` makes one from its name."""
 
 from __future__ import annotations
 
 from kvspeed.eval.methods.base import Block, Context, Method, Prepared, decode
-from kvspeed.eval.methods.registry import METHODS, make_method
+from kvspeed.eval.methods.registry import METHODS, get_method
 
-__all__ = ["METHODS", "Block", "Context", "Method", "Prepared", "decode", "make_method"]
+__all__ = ["METHODS", "Block", "Context", "Method", "Prepared", "decode", "get_method"]

@@ -17,7 +17,7 @@ from kvspeed.eval.methods.none import NoRecompute
 from kvspeed.eval.methods.packet import PacketMethod
 from kvspeed.eval.methods.sink import Sink
 
-__all__ = ["METHODS", "make_method"]
+__all__ = ["METHODS", "get_method"]
 
 # Name -> how to make it. A name that ends in "<n>" stands for one of each whole number, which its maker is given.
 METHODS: dict[str, Callable[..., Method]] = {
@@ -34,7 +34,7 @@ METHODS: dict[str, Callable[..., Method]] = {
 }
 
 
-def make_method(name: str) -> Method:
+def get_method(name: str) -> Method:
     """The method called `name`, e.g. "packet" or "cacheblend-10".
 
     Raises:
