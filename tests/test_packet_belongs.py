@@ -145,7 +145,7 @@ def test_other_refusals(model):
 
 
 def test_removed_tokens(model):
-    """Compressed packets are not built in this version; a file that holds one is used in place or refused."""
+    """Packets with and without all their tokens go together; windows ask where every token stands, which copies lose."""
     packet = packet_of(model)
     kept = torch.tensor([0, 2, 3], dtype=torch.int32).expand(3, 2, 3).contiguous()
     rows = kept.long()[..., None].expand(3, 2, 3, 16)
@@ -156,9 +156,8 @@ def test_removed_tokens(model):
         positions=kept,
         press={"name": "test"},
     )
-    assert assemble([small, packet], model=model).get_seq_length() == 10
-    with pytest.raises(ValueError, match="mode='view'"):
-        assemble([small], model=model, mode="copy")
+    for mode in ("view", "copy"):
+        assert assemble([small, packet], model=model, mode=mode).get_seq_length() == 10
     windowed = tiny_model("gemma2", layers=3)
     other = packet_of(windowed)
     small = changed(
@@ -168,5 +167,6 @@ def test_removed_tokens(model):
         positions=kept,
         press={"name": "test"},
     )
-    with pytest.raises(ValueError, match="sliding windows"):
-        assemble([small], model=windowed)
+    assert assemble([small], model=windowed).get_seq_length() == 5
+    with pytest.raises(ValueError, match="mode='view'"):
+        assemble([small], model=windowed, mode="copy")

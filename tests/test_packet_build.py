@@ -180,8 +180,9 @@ def test_refused_depths(model, tokenizer, k, error):
 
 
 def test_refused_press_and_adapters(model, tokenizer):
-    with pytest.raises(ValueError, match="press: compressing packets is not part of this version"):
-        build_packet(model, tokenizer, "w200", press="tova")
+    for press in ("tova", "cur-30", 0.5, object(), PacketAdapter):
+        with pytest.raises(TypeError, match="press: expected a press of kvspeed.packet.press"):
+            build_packet(model, tokenizer, "w200", press=press)
     with pytest.raises(TypeError, match="adapter"):
         build_packet(model, tokenizer, "w200", torch.zeros(8, 64))
     with pytest.raises(ValueError, match=r"hidden size 96.*hidden size 64"):

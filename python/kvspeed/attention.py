@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from kvspeed import ops
 from kvspeed.ops.attention import covers
 from kvspeed.plan import DeepPlan, Plan
+from kvspeed.removed import laid_out
 from kvspeed.rope import RopeSpec
 from kvspeed.segment import Segment
 
@@ -63,10 +64,17 @@ def attention_forward(
             return out.transpose(1, 2).contiguous(), None
         if plan.cache is not None and plan.cache.observe is not None:
             plan.cache.observe(module, query, key, value, scale, softcap, window)
-        segments = plan.cache.layer(index).segments if plan.cache is not None else None
+        layer = plan.cache.layer(index) if plan.cache is not None else None
+        segments = layer.segments if layer is not None else None
         few = query.shape[2] == 1 or (plan.past > 0 and (query.is_cuda or query.shape[2] <= _MAX_KERNEL_QUERIES))
         kernel = plan.kernels and _covered(query, key, value)
-        if segments and not kernel:
+        if layer is not None and layer.survivors and (window is not None or not kernel):
+            state: Any = module._kvspeed
+            own_name = state.config._attn_implementation
+            key, value, attention_mask = laid_out(
+                plan, state.rope, index, query, key, value, attention_mask, window, own_name
+            )
+        elif segments and not kernel:
             key, value = _materialised(plan, module._kvspeed.rope, index, key, value)  # type: ignore[union-attr, arg-type]
         elif plan.cache is not None and kernel and (segments or few):
             inv_freq = module._kvspeed.inv_freq(index) if segments else None  # type: ignore[union-attr, operator]
@@ -98,7 +106,7 @@ def _segments(
     layer = plan.cache.layer(index)
     segments, start = layer.segments, layer.prefix + layer.start
     first = plan.first(query.device, layer.start)
-    copied = plan.cache.assembled - layer.prefix if first is not None else 0
+    copied = plan.cache.assembled - layer.prefix - layer.removed if first is not None else 0
     if copied:  # packets were copied to the tail's front; the rows' padding comes after them
         segments = [Segment(key[:, :, :copied], value[:, :, :copied])]
         key, value, start = key[:, :, copied:], value[:, :, copied:], copied
@@ -137,8 +145,8 @@ def _materialised(
     shared = [(s.key, s.value, s.offset) for s in layer.segments if s.key.ndim == 3 and s.first is None]
     if len(shared) < len(layer.segments) or sum(k.shape[1] for k, _, _ in shared) != layer.prefix:
         raise ValueError(
-            "packets with removed tokens are read by the kernels alone, which take a 2-D attention_mask of left "
-            "padding and give no weights; leave output_attentions out and pad on the left"
+            "segments of single rows, or with padding, are read by the kernels alone, which take a 2-D attention_mask "
+            "of left padding and give no weights; leave output_attentions out and pad on the left"
         )
     shape = (1, key.shape[1], layer.prefix, key.shape[3])
     keys, values = key.new_empty(shape), value.new_empty(shape)

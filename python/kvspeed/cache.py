@@ -71,8 +71,16 @@ class KVCache(DynamicCache):
 
     # ---- filling it with a prompt that exists already --------------------------------------------------------------
 
-    def set_segments(self, per_layer: Sequence[Sequence[Segment]], length: int) -> None:
+    def set_segments(
+        self,
+        per_layer: Sequence[Sequence[Segment]],
+        length: int,
+        survivors: Sequence[Sequence[torch.Tensor | None]] | None = None,
+    ) -> None:
         """View mode: use `per_layer[l]`, the segments of layer l < depth, in place; they cover `length` positions.
+
+        `survivors[l]` says of each segment of which tokens were removed where the others stood before, int32
+        `[H_kv, T]`, and is None for the other segments; None where no segment lacks a token.
 
         Raises:
             ValueError: the wrong number of layers, or the cache is not empty.
@@ -82,10 +90,16 @@ class KVCache(DynamicCache):
             raise ValueError(f"per_layer has {len(per_layer)} layers; this cache keeps prompts in {self.depth} layers")
         for layer, segments in zip(self._layers(), per_layer, strict=False):
             layer.segments, layer.prefix = list(segments), length
+        for layer, kept in zip(self._layers(), survivors or (), strict=False):
+            layer.survivors = list(kept)
         self.assembled = length
 
-    def set_storage(self, keys: torch.Tensor, values: torch.Tensor, length: int) -> None:
-        """Copy mode: take `keys`, `values` `[depth, H_kv, capacity, D]`, filled up to `length`, as storage."""
+    def set_storage(self, keys: torch.Tensor, values: torch.Tensor, length: int, removed: int = 0) -> None:
+        """Copy mode: take `keys`, `values` `[depth, H_kv, capacity, D]` as storage, filled for `length` positions.
+
+        `removed` positions hold no token; tokens fill the first `length - removed` places. Layers with a sliding window
+        cannot have that, since their queries ask for the position of every token.
+        """
         self._check_empty("set_storage")
         if keys.shape[0] != self.depth or values.shape[0] != self.depth:
             raise ValueError(
@@ -93,7 +107,7 @@ class KVCache(DynamicCache):
                 f"{self.depth} layers"
             )
         for index, layer in enumerate(self._layers()[: self.depth]):
-            layer.adopt(keys[index].unsqueeze(0), values[index].unsqueeze(0), length)
+            layer.adopt(keys[index].unsqueeze(0), values[index].unsqueeze(0), length, removed)
         self.assembled = length
 
     def set_anchor(self, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
@@ -111,7 +125,7 @@ class KVCache(DynamicCache):
         """Make room for `positions` in the layers that hold prompts, and for `answers` tokens in those that do not."""
         for index, layer in enumerate(self._layers()):
             if index < self.depth:
-                layer.reserve(positions - layer.prefix)
+                layer.reserve(positions - layer.prefix - layer.removed)
             elif self.spec is not None:
                 anchors = min(self.spec.anchor_tokens, positions)
                 layer.reserve(layer.length + anchors + 1 + (positions if answers is None else answers))

@@ -136,6 +136,11 @@ class DecodeStep:
                 "attention_mask hides tokens that are not left padding, which a step of fixed shape does not support: "
                 "pad on the left (tokenizer.padding_side = 'left')"
             )
+        if any(layer.survivors and layer.window is not None for layer in map(cache.layer, range(cache.num_layers))):
+            raise ValueError(
+                "packets with removed tokens lie in sliding-window layers, which a step of fixed shape does not "
+                "support: leave cuda_graph out"
+            )
         device, rows, past = token.device, token.shape[0], cache.get_seq_length()
         self._model, self._state, self._cache = model, state, cache
         self._steps, self._done, self._pad = steps, 0, pad

@@ -31,7 +31,11 @@ class SegmentLayer(CacheLayerMixin):
         self._key: torch.Tensor | None = None
         self._value: torch.Tensor | None = None
         self.segments: list[Segment] = []
+        self.survivors: list[torch.Tensor | None] = []  # int32 [H_kv, T] a segment with removed tokens; empty: none has
+        self.dense: Any = None  # see kvspeed.removed
         self.prefix = 0  # positions that the segments cover
+        self.removed = 0  # positions of an adopted prompt that hold no token; they count as if they came first
+        self.adopted = 0  # positions of such a prompt
         self.start = 0  # tokens that were forgotten before them
         self.length = 0  # tokens in the tail
         self.capacity = capacity
@@ -59,9 +63,13 @@ class SegmentLayer(CacheLayerMixin):
         self._value = _empty(value_states, max(self.capacity, key_states.shape[2]))
         self.is_initialized = True
 
-    def adopt(self, key: torch.Tensor, value: torch.Tensor, length: int) -> None:
-        """Take `key`, `value` `[B, H_kv, capacity, D]` as the tail's storage; the first `length` tokens are filled."""
-        self._key, self._value, self.length, self.capacity = key, value, length, key.shape[2]
+    def adopt(self, key: torch.Tensor, value: torch.Tensor, length: int, removed: int = 0) -> None:
+        """Take `key`, `value` `[B, H_kv, capacity, D]` as the tail's storage, filled for `length` positions.
+
+        `removed` of these hold no token: the others are the first `length - removed` tokens of the storage.
+        """
+        self._key, self._value, self.length, self.capacity = key, value, length - removed, key.shape[2]
+        self.removed, self.adopted = removed, length if removed else 0
         self.window, self.is_sliding = None, False  # all layers share the storage: forgetting would free nothing
         self.dtype, self.device, self.is_initialized = key.dtype, key.device, True
 
@@ -99,6 +107,10 @@ class SegmentLayer(CacheLayerMixin):
         """Raise where going back to `target` positions would need tokens that are gone."""
         if target < self.prefix:
             raise ValueError(f"cannot crop to {target} tokens: the first {self.prefix} lie in shared packets")
+        if target < self.adopted:
+            raise ValueError(
+                f"cannot crop to {target} tokens: the first {self.adopted} come from packets with removed tokens"
+            )
         kept = target - self.prefix - self.start
         if self.start > 0 and self.window is not None and kept < self.window - 1:
             raise ValueError(
@@ -108,7 +120,7 @@ class SegmentLayer(CacheLayerMixin):
 
     def crop(self, target: int) -> None:
         """Keep the first `target` positions."""
-        self.length = min(self.length, target - self.prefix - self.start)
+        self.length = min(self.length, target - self.prefix - self.removed - self.start)
 
     def _keep(self) -> int:
         assert self.window is not None
@@ -152,12 +164,12 @@ class SegmentLayer(CacheLayerMixin):
         return self.view(self.length)
 
     def get_seq_length(self) -> int:
-        return self.prefix + self.start + self.length
+        return self.prefix + self.removed + self.start + self.length
 
     def get_mask_sizes(self, query_length: int | torch.Tensor) -> tuple[int, int]:
         count = query_length if isinstance(query_length, int) else query_length.shape[0]  # 4.57: cache_position
         self.forget()  # `update` would, after the mask was made
-        return self.prefix + self.length + count, self.start
+        return self.prefix + self.length + count, self.removed + self.start
 
     def get_max_length(self) -> int:
         return -1
@@ -165,7 +177,8 @@ class SegmentLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # its name before transformers 5
 
     def reset(self) -> None:
-        self.segments, self.prefix, self.start, self.length = [], 0, 0, 0
+        self.segments, self.survivors, self.dense = [], [], None
+        self.prefix, self.removed, self.adopted, self.start, self.length = 0, 0, 0, 0, 0
 
     def map_rows(self, rows: torch.Tensor) -> None:
         """Replace the batch by `rows` of it (int64 `[B']`); the segments are shared and stay."""

@@ -17,6 +17,7 @@ from kvspeed.models import base_model
 from kvspeed.packet.belongs import check_blocks
 from kvspeed.packet.build import max_positions, rope_of
 from kvspeed.packet.packet import Packet
+from kvspeed.packet.quantise import one_scaled_dtype
 from kvspeed.patch import state_of
 from kvspeed.rope import RopeSpec, float32_rope_buffers
 from kvspeed.segment import Segment
@@ -73,6 +74,9 @@ def lay_out(blocks: list[Packet], model: nn.Module, mode: str, slots: int) -> KV
     if not blocks:
         return cache
     starts = list(accumulate((block.length for block in blocks[:-1]), initial=0))
+    if mode == "view" or not one_scaled_dtype(blocks):
+        whole = {id(block): block.full() for block in blocks}  # a block that occurs twice stays one
+        blocks = [whole[id(block)] for block in blocks]
     if mode == "view":
         _set_segments(cache, blocks, starts, length, model)
     else:
@@ -83,13 +87,6 @@ def lay_out(blocks: list[Packet], model: nn.Module, mode: str, slots: int) -> KV
 
 
 def _set_segments(cache: KVCache, blocks: list[Packet], starts: list[int], length: int, model: nn.Module) -> None:
-    windows = getattr(base_model(model).config, "sliding_window", None)
-    for block in blocks:
-        if block.positions is not None and windows:
-            raise ValueError(
-                f"{block!r} has tokens removed, and this model has sliding windows, in which removed tokens cannot be "
-                "placed yet: use packets with all their tokens"
-            )
     devices = layer_devices(model)[: cache.depth]
     placed: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # a block that occurs twice is moved once
     for block in blocks:
@@ -99,7 +96,11 @@ def _set_segments(cache: KVCache, blocks: list[Packet], starts: list[int], lengt
         [Segment(*placed[id(block)][index], start) for block, start in zip(blocks, starts, strict=True)]
         for index in range(cache.depth)
     ]
-    cache.set_segments(per_layer, length)
+    survivors = None
+    if any(block.positions is not None for block in blocks):
+        kept = {id(block): _survivors_on(block, devices) for block in blocks}
+        survivors = [[kept[id(block)][index] for block in blocks] for index in range(cache.depth)]
+    cache.set_segments(per_layer, length, survivors)
 
 
 def _layers_on(block: Packet, devices: list[torch.device]) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -111,6 +112,13 @@ def _layers_on(block: Packet, devices: list[torch.device]) -> list[tuple[torch.T
     return placed
 
 
+def _survivors_on(block: Packet, devices: list[torch.device]) -> list[torch.Tensor | None]:
+    """Where the survivors of each layer stand, on its device; None for a packet with all its tokens."""
+    if block.positions is None:
+        return [None] * len(devices)
+    return [positions.to(device) for positions, device in zip(block.positions, devices, strict=True)]
+
+
 def _set_storage(
     cache: KVCache, blocks: list[Packet], starts: list[int], length: int, slots: int, model: nn.Module
 ) -> None:
@@ -120,8 +128,13 @@ def _set_storage(
             f"mode: 'copy' writes all layers in one launch, and this model is spread over {len(devices)} devices: use "
             "mode='view'"
         )
-    if any(block.positions is not None for block in blocks):
-        raise ValueError("mode: 'copy' cannot hold packets with removed tokens yet: use mode='view'")
+    removed = length - sum(block.keys.shape[2] for block in blocks)
+    pressed = any(block.positions is not None for block in blocks)
+    if pressed and any(cache.layer(index).window is not None for index in range(cache.depth)):
+        raise ValueError(
+            "mode: 'copy' leaves no gaps where tokens were removed, and this model's sliding windows need to know of "
+            "them: use mode='view' for packets with removed tokens"
+        )
     if state_of(model) is None and float32_rope_buffers(base_model(model)):
         raise ValueError(
             "this model's rotary frequencies were rounded by a cast (such as model.bfloat16()), so that it would not "
@@ -131,7 +144,10 @@ def _set_storage(
     rope: RopeSpec = rope_of(model)
     once = {id(block): block.to(device) for block in blocks}  # a block that occurs twice is moved once
     moved = [once[id(block)] for block in blocks]
-    shape = (cache.depth, blocks[0].keys.shape[1], slots, blocks[0].keys.shape[3])
+    scales: dict[str, Any] = {}
+    if moved[0].key_scale is not None:  # 8-bit packets become numbers of the model's dtype on the way
+        scales = {name: [getattr(block, name) for block in moved] for name in ("key_scale", "value_scale")}
+    shape = (cache.depth, blocks[0].keys.shape[1], slots - removed, blocks[0].keys.shape[3])
     keys = ops.empty_huge(shape, blocks[0].dtype, device)
     values = ops.empty_huge(shape, blocks[0].dtype, device)
     ops.rope_concat(
@@ -142,8 +158,9 @@ def _set_storage(
         keys,
         values,
         interleaved=rope.interleaved,
+        **scales,
     )
-    cache.set_storage(keys, values, length)
+    cache.set_storage(keys, values, length, removed)
 
 
 def _set_anchor(cache: KVCache, first: Packet, count: int, model: nn.Module) -> None:
