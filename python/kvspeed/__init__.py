@@ -26,6 +26,7 @@ _EXPORTS = {
     "patch_model": "kvspeed.patch",
     "read_samples": "kvspeed.samples",
     "speed_mask": "kvspeed.rule",
+    "train_adapter": "kvspeed.packet.train",
     "unpatch_model": "kvspeed.patch",
     "verify": "kvspeed.gate",
     "write_samples": "kvspeed.samples",

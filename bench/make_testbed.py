@@ -1,0 +1,159 @@
+# Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
+"""Makes the testbed: SmolLM2 tuned to the generated tasks by a LoRA, the frozen model in which adapters are trained.
+
+    python bench/make_testbed.py lora --folder build/testbed        # half an hour on one core
+
+The tuning sees full attention only, nothing of packets. Every context has several questions, which share one forward
+over its documents. State is kept every 25 steps; the same command goes on after an interruption.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from kvspeed.eval.tasks import GENERATED
+from kvspeed.packet.tensorfile import read_tensor_file, write_tensor_file
+from kvspeed.packet.train.blocks import blocks_kv, rows_hidden
+from kvspeed.packet.train.contexts import Context, contexts_of
+from kvspeed.samples import Sample
+from kvspeed.smollm2 import load_smollm2
+from kvspeed.testbed.lora import attach_lora, lora_tensors, write_lora
+
+KEEP = 25  # steps between checkpoints
+
+
+def samples_of(split: str, seed: int, contexts: int) -> list[Sample]:
+    """`contexts` contexts of all tasks, mixed."""
+    shares = {"biography": 0.35, "multihop": 0.3, "niah": 0.1, "niah-multikey": 0.25}
+    options: dict[str, dict[str, Any]] = {
+        "biography": {"questions_per_context": 6},
+        "multihop": {"questions_per_context": 4},
+        "niah": {"chunks": (2, 6), "chunk_tokens": (40, 110)},
+        "niah-multikey": {"chunks": (2, 5), "chunk_tokens": (40, 100), "questions_per_context": 4},
+    }
+    groups: list[list[Sample]] = []
+    for task, share in shares.items():
+        per = options[task].get("questions_per_context", 1)
+        found = GENERATED[task](max(1, round(share * contexts)) * per, seed=seed, split=split, **options[task])
+        groups += [found[start : start + per] for start in range(0, len(found), per)]
+    random.Random(f"testbed/{split}/{seed}").shuffle(groups)
+    return [sample for group in groups for sample in group]
+
+
+def loss_of(model: Any, batch: list[Context], end: int) -> tuple[torch.Tensor, int]:
+    """(summed cross-entropy of the answers' tokens, how many) under full attention."""
+    embed = model.get_input_embeddings()
+    total, count = torch.zeros(()), 0
+    for context in batch:
+        prefix = [*context.preamble, *(token for ids in context.documents for token in ids)]
+        (kv,) = blocks_kv(model, [embed(torch.tensor(prefix))], [0])
+        rows = [[*query.question, *query.target] for query in context.queries]
+        hidden = rows_hidden(model, kv, [embed(torch.tensor(ids)) for ids in rows])
+        picked = torch.cat([h[len(query.question) - 1 :] for h, query in zip(hidden, context.queries, strict=True)])
+        targets = torch.tensor([token for query in context.queries for token in (*query.target, end)])
+        logits = model.lm_head(picked).float()
+        total = total + torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
+        count += len(targets)
+    return total, count
+
+
+def lora(options: argparse.Namespace) -> None:
+    folder: Path = options.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    model, tokenizer = load_smollm2()
+    compute = torch.bfloat16 if options.bf16 else torch.float32
+    trained = attach_lora(model, options.rank, alpha=2 * options.rank, compute=compute)
+    end = tokenizer.eos_token_id
+    contexts = contexts_of(tokenizer, samples_of("train", options.seed, options.contexts))
+    held = contexts_of(tokenizer, samples_of("dev", options.seed, 24))
+    planned = len(contexts) // options.batch
+    steps = min(planned, options.steps or planned)
+    optimizer = torch.optim.AdamW(trained, lr=options.lr, weight_decay=0.0)
+    state = folder / "lora-state.safetensors"
+    begin, spent = restore(state, trained, optimizer)
+    for step in range(begin, steps):
+        started = time.perf_counter()
+        for group in optimizer.param_groups:
+            group["lr"] = options.lr * rate(step, planned, steps, options.fall_from)
+        batch = contexts[step * options.batch : (step + 1) * options.batch]
+        answers = sum(len(query.target) + 1 for context in batch for query in context.queries)
+        loss = 0.0
+        for context in batch:  # one graph at a time
+            part, _ = loss_of(model, [context], end)
+            (part / answers).backward()
+            loss += part.item() / answers
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        spent += time.perf_counter() - started
+        print(f"step {step + 1}/{steps}  loss {loss:.4f}  {spent:.0f} s", flush=True)
+        if (step + 1) % KEEP == 0 or step + 1 == steps:
+            keep(state, trained, optimizer, step + 1, spent)
+            if (step + 1) % (2 * KEEP) == 0 or step + 1 == steps:
+                with torch.no_grad():
+                    parts = [loss_of(model, [one], end) for one in held]
+                dev = sum(part.item() for part, _ in parts) / sum(count for _, count in parts)
+                print(f"step {step + 1}/{steps}  dev loss {dev:.4f}", flush=True)
+                notes = {"seed": options.seed, "steps": step + 1, "contexts": options.contexts, "lr": options.lr}
+                notes |= {"rank": options.rank, "batch": options.batch, "dev_loss": dev, "seconds": round(spent)}
+                write_lora(folder / f"lora-{step + 1:04d}.safetensors", lora_tensors(model), notes)
+                write_lora(folder / "lora.safetensors", lora_tensors(model), notes)
+
+
+def rate(step: int, planned: int, steps: int, fall_from: int) -> float:
+    """Up over 20 steps, then down towards `planned`; from `fall_from` on steeper, reaching zero at `steps`."""
+    usual = min(1.0, (step + 1) / 20) * (1 - step / planned)
+    return usual * min(1.0, (steps - step) / (steps - min(fall_from, steps - 1)))
+
+
+def keep(path: Path, trained: list[Any], optimizer: Any, step: int, spent: float) -> None:
+    tensors = {}
+    for index, weight in enumerate(trained):
+        state = optimizer.state[weight]
+        tensors |= {f"{index}.weight": weight.detach()}
+        tensors |= {f"{index}.{name}": state[name] for name in ("exp_avg", "exp_avg_sq", "step")}
+    write_tensor_file(path, "kvspeed.testbed", 1, {"step": step, "seconds": spent}, tensors)
+
+
+def restore(path: Path, trained: list[Any], optimizer: Any) -> tuple[int, float]:
+    """(steps done, seconds spent) of an interrupted run; (0, 0.0) where there was none."""
+    if not path.is_file():
+        return 0, 0.0
+    header, tensors = read_tensor_file(path, "kvspeed.testbed", 1)
+    for index, weight in enumerate(trained):
+        weight.data.copy_(tensors[f"{index}.weight"])
+        optimizer.state[weight] = {
+            name: tensors[f"{index}.{name}"].clone() for name in ("exp_avg", "exp_avg_sq", "step")
+        }
+    return header["step"], header["seconds"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    part = commands.add_parser("lora", help="tune SmolLM2 to the tasks")
+    part.add_argument("--folder", type=Path, required=True, help="where state and results go")
+    part.add_argument("--contexts", type=int, default=480, help="training contexts of 1 to 6 questions")
+    part.add_argument("--batch", type=int, default=4, help="contexts a step")
+    part.add_argument("--steps", type=int, default=70, help="stop after so many")
+    part.add_argument("--fall-from", type=int, default=25, help="step from which the rate falls to zero at --steps")
+    part.add_argument("--rank", type=int, default=16)
+    part.add_argument("--lr", type=float, default=1e-3)
+    part.add_argument("--seed", type=int, default=0)
+    part.add_argument("--threads", type=int, default=1)
+    part.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True, help="frozen products in bfloat16")
+    part.set_defaults(run=lora)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    print(json.dumps({name: str(value) for name, value in vars(options).items() if name != "run"}), flush=True)
+    options.run(options)
+
+
+if __name__ == "__main__":
+    main()
