@@ -10,6 +10,7 @@ import torch
 
 from kvspeed.cache import KVCache
 from kvspeed.eval.methods.base import Context, Method, Prepared
+from kvspeed.eval.methods.work import Work, question_work
 from kvspeed.packet.assemble import lay_out
 from kvspeed.packet.belongs import check_blocks
 
@@ -43,6 +44,11 @@ class PacketMethod(Method):
         context.check_room(slots)
         cache = lay_out(prepared.extra["packets"], context.model, context.mode, slots)
         return context.forward(question, cache), cache
+
+    def expected_work(self, prepared: Prepared, question_tokens: int) -> Work:
+        """Tokens that were removed from the packets are not looked at."""
+        stored = sum(packet.keys.shape[2] for packet in prepared.extra["packets"])
+        return question_work(prepared.context.shape, stored, question_tokens)
 
     def kv_bytes(self, prepared: Prepared) -> int:
         return sum(packet.kv_bytes for packet in prepared.extra["packets"])
