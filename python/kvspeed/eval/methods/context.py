@@ -15,7 +15,6 @@ from torch import nn
 from kvspeed import ops
 from kvspeed.cache import KVCache
 from kvspeed.devices import layer_devices
-from kvspeed.eval.compare import INSTRUCTION, SEPARATOR, document_text
 from kvspeed.eval.flops import ModelShape
 from kvspeed.greedy import token_ids
 from kvspeed.models import architecture, base_model, cache_argument, causal_lm
@@ -24,6 +23,7 @@ from kvspeed.packet.build import evaluating, max_positions, rope_of
 from kvspeed.packet.prompt import encode
 from kvspeed.patch import state_of
 from kvspeed.rope import float32_rope_buffers
+from kvspeed.samples import INSTRUCTION, SEPARATOR, document_text
 from kvspeed.segment import Segment
 from kvspeed.speed.prefill import prompt_kv
 
@@ -236,20 +236,31 @@ class Context:
 
     # ---- forwards --------------------------------------------------------------------------------------------------
 
-    def place(self, blocks: Sequence[Block], slots: int, mode: str | None = None) -> KVCache:
+    def place(
+        self,
+        blocks: Sequence[Block],
+        slots: int,
+        mode: str | None = None,
+        begins: Sequence[int] | None = None,
+        removed: int = 0,
+    ) -> KVCache:
         """A cache that holds `blocks` one after the other, each moved by one rotation from where it was computed.
 
         Args:
             blocks: in order; may be empty.
             slots: tokens to make room for in all.
             mode: "view" or "copy"; None: the context's.
+            begins: the position of what was at 0 when a block was computed, for blocks that are chosen tokens of
+                documents; None: blocks are whole and follow each other.
+            removed: positions that hold no token, which mode "copy" counts before what comes next.
         """
         mode = mode or self.mode
         length = sum(block.length for block in blocks)
         cache = KVCache(self.base.config, capacity=slots - (length if mode == "view" else 0))
         if not blocks:
             return cache
-        begins = list(accumulate((block.length for block in blocks[:-1]), initial=0))
+        if begins is None:
+            begins = list(accumulate((block.length for block in blocks[:-1]), initial=0))
         offsets = [begin - block.start for begin, block in zip(begins, blocks, strict=True)]
         if mode == "view":
             devices = layer_devices(self.model)
@@ -273,7 +284,7 @@ class Context:
             values,
             interleaved=self.rope.interleaved,
         )
-        cache.set_storage(keys, values, length)
+        cache.set_storage(keys, values, length + removed, removed=removed)
         return cache
 
     @torch.no_grad()

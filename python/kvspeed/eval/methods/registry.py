@@ -10,11 +10,13 @@ from kvspeed.eval.methods.a3 import A3
 from kvspeed.eval.methods.base import Method
 from kvspeed.eval.methods.block_attention import BlockAttention
 from kvspeed.eval.methods.cacheblend import CacheBlend
+from kvspeed.eval.methods.compressed import compressed_methods
 from kvspeed.eval.methods.epic import Epic
 from kvspeed.eval.methods.full import Full
 from kvspeed.eval.methods.nocache import NoCache
 from kvspeed.eval.methods.none import NoRecompute
 from kvspeed.eval.methods.packet import PacketMethod
+from kvspeed.eval.methods.samkv import SamKV
 from kvspeed.eval.methods.sink import Sink
 
 __all__ = ["METHODS", "get_method"]
@@ -30,7 +32,10 @@ METHODS: dict[str, Callable[..., Method]] = {
     "epic-<n>": Epic,
     "epic-bos-<n>": lambda tokens: Epic(tokens, bos=True),
     "a3-<n>": A3,
+    "samkv": SamKV,
+    "samkv-large": lambda: SamKV(initial=64, local=128, block=64, name="samkv-large"),
     "block-attention": BlockAttention,
+    **compressed_methods(),
 }
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -26,9 +27,12 @@ from kvspeed.eval.methods.work import Work
 from kvspeed.models import attention_modules, cache_argument
 from kvspeed.packet.build import evaluating
 
-__all__ = ["Before", "Choice", "Pass", "Probe", "recompute"]
+__all__ = ["Before", "Choice", "Counted", "Pass", "Probe", "Watcher", "recompute"]
 
 NAME = "kvspeed_rows"
+
+# Is given the rotated queries `[1, H_q, rows, D]` of a layer.
+Watcher = Callable[[torch.Tensor], None]
 
 # Before a layer: which of the rows go on (int64, indices into the present rows, rising), or None for all.
 Choice = Callable[["Pass", "Before"], torch.Tensor | None]
@@ -42,13 +46,17 @@ class Pass:
         cache: where the KV of all positions is, in storage of its own (`Context.place` in mode "copy").
         total: positions of the whole prompt.
         question: the last rows, which are the question's; always kept.
-        rows: the present rows.
+        rows: the present rows, by their place in the cache.
+        theta: share of the new KV where it overwrites a document's old one.
+        watch: layer -> is given the layer's rotated queries `[1, H_q, rows, D]`.
         extra: operations besides those of rows in layers, which choices add to.
     """
 
     def __init__(self, context: Context, cache: KVCache, rows: RowSet, total: int, question: int) -> None:
         self.context, self.cache, self.total, self.question = context, cache, total, question
         self.rows = rows
+        self.theta = 1.0
+        self.watch: Mapping[int, Watcher] = {}
         self.extra = 0
         self.probing = False
         self.done: list[tuple[RowSet, int | None]] = []
@@ -74,10 +82,23 @@ class Pass:
         """Keys and values of all positions in a layer, `[1, H_kv, total, D]`; writing to them changes the cache."""
         return self.cache.layer(layer).view(self.total)
 
+
+@dataclass
+class Counted:
+    """What a pass computed, without what it computed with."""
+
+    question: int
+    layers: list[tuple[torch.Tensor, int | None]]
+    extra: int
+
     def work(self) -> Work:
-        """What was computed."""
-        rows = tuple(len(one) for one, _ in self.done)
-        return Work(self.question, rows, tuple(one.pairs(window) for one, window in self.done), self.extra)
+        """Rows and pairs of each layer; counted when asked for, since that may wait for a GPU."""
+        known: dict[tuple[int, int | None], int] = {}
+        for index, window in self.layers:
+            if (id(index), window) not in known:
+                known[id(index), window] = RowSet(index, index.device).pairs(window)
+        rows = tuple(index.numel() for index, _ in self.layers)
+        return Work(self.question, rows, tuple(known[id(index), window] for index, window in self.layers), self.extra)
 
 
 class Probe(NamedTuple):
@@ -140,10 +161,18 @@ class _RowCache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self.run.probing:
             return key_states, value_states
-        keys, values = self.run.stored(layer_idx)
-        self.run.rows.write(keys, key_states)
-        self.run.rows.write(values, value_states)
-        return keys, values
+        stored = self.run.stored(layer_idx)
+        for old, new in zip(stored, (key_states, value_states), strict=True):
+            self.run.rows.write(old, self._fused(old, new))
+        return stored
+
+    def _fused(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """New KV, and theta of it where it belongs to documents."""
+        theta, documents = self.run.theta, new.shape[2] - self.run.question
+        if theta == 1 or not documents:
+            return new
+        kept = old.index_select(2, self.run.rows.index[:documents].to(old.device))
+        return torch.cat([torch.lerp(kept, new[:, :, :documents], theta), new[:, :, documents:]], 2)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
@@ -163,6 +192,9 @@ def _attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if run.probing:
         raise _Probed(Probe(query, key, value, scale))
+    watch = run.watch.get(module.layer_idx)  # type: ignore[call-overload]
+    if watch is not None:
+        watch(query)
     window = kwargs.get("sliding_window")
     run.done.append((run.rows, window))
     out = run.rows.attend(query, key, value, scale=scale, softcap=kwargs.get("softcap") or 0.0, window=window)
@@ -177,19 +209,26 @@ def recompute(
     rows: Sequence[int],
     question: int,
     choices: Mapping[int, Choice] | None = None,
-) -> tuple[torch.Tensor, Pass]:
+    *,
+    positions: Sequence[int] | None = None,
+    theta: float = 1.0,
+    watch: Mapping[int, Watcher] | None = None,
+) -> tuple[torch.Tensor, Counted]:
     """Run the tokens `rows` of a prompt anew over a cache that holds KV of the positions before the question.
 
     Args:
         context: the model.
         cache: filled by `Context.place` in mode "copy" with room for the whole prompt; afterwards it holds all of it.
-        ids: token ids of the whole prompt, `[total]`.
-        rows: positions to compute, rising; the last `question` of them must be the last of the prompt.
+        ids: token ids of all that the cache will hold, `[total]`.
+        rows: places in the cache to compute, rising; the last `question` of them must be the last of the prompt.
         question: tokens of the question.
         choices: layer -> which rows go on, asked before the layer runs.
+        positions: of the rows, where the cache leaves out tokens of the prompt; None: rows are positions.
+        theta: share of the new KV where it overwrites a document's.
+        watch: layer -> is given the layer's rotated queries.
 
     Returns:
-        Logits `[vocab]` of the last token, and the pass, which knows what was computed.
+        Logits `[vocab]` of the last token, and what was computed.
 
     Raises:
         ValueError: the rows do not end with the question.
@@ -199,12 +238,14 @@ def recompute(
         raise ValueError(f"rows: must end with the {question} tokens of the question, the last of {total} positions")
     given = [ids[row] for row in rows] if len(rows) < total else list(ids)
     run = Pass(context, cache, RowSet(rows, context.device), total, question)
+    run.theta, run.watch = theta, watch or {}
+    places = run.rows.index if positions is None else torch.tensor(list(positions), device=context.device)
     name = cache_argument(context.base)
     tokens = torch.tensor([given], device=context.device)
     with _rows_attention(context, choices or {}), evaluating(context.model):
         logits = context.model(
             input_ids=tokens,
-            position_ids=run.rows.index[None],
+            position_ids=places[None],
             attention_mask=tokens.new_zeros((1, 1, 1, 1)),  # four dimensions: taken as it is, and not looked at
             use_cache=True,
             logits_to_keep=1,
@@ -213,7 +254,7 @@ def recompute(
         ).logits[0, -1]
     for index in range(cache.num_layers):
         cache.layer(index).length = total
-    return logits, run
+    return logits, Counted(question, [(one.index, window) for one, window in run.done], run.extra)
 
 
 @contextmanager
