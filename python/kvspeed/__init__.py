@@ -15,6 +15,7 @@ _EXPORTS = {
     "KVCache": "kvspeed.cache",
     "Packet": "kvspeed.packet",
     "PacketAdapter": "kvspeed.packet",
+    "PacketStore": "kvspeed.packet.store",
     "Sample": "kvspeed.samples",
     "Segment": "kvspeed.segment",
     "SpeedSpec": "kvspeed.rule",

@@ -1,0 +1,122 @@
+# Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
+"""A place for packets: names such as "recipe/id.packet.safetensors" in, bytes out. Two kinds: a folder, and a URL.
+
+Names are made by the store from checked parts and never come from a file or a user.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvspeed.packet.tensorfile import Encoded
+
+__all__ = ["ENDING", "Backend", "Entry", "open_backend"]
+
+ENDING = ".packet.safetensors"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A packet's file.
+
+    Attributes:
+        name: below the store's root.
+        size: in bytes.
+        used: when it was last used, in nanoseconds since 1970; 0 where the place does not keep that.
+    """
+
+    name: str
+    size: int
+    used: int = 0
+
+    @property
+    def id(self) -> str:
+        """The packet's name."""
+        return self.name.rpartition("/")[2].removesuffix(ENDING)
+
+    @property
+    def folder(self) -> str:
+        """The recipe's name."""
+        return self.name.rpartition("/")[0]
+
+
+class Backend(Protocol):
+    """What a store needs of a place. Errors are `StoreError`s, and FileNotFoundError for what is not there."""
+
+    place: str
+
+    def read_small(self, name: str) -> bytes | None:
+        """A small file whole, None where it is not there."""
+
+    def write_small(self, name: str, data: bytes) -> None:
+        """Write a small file in one step."""
+
+    def folders(self) -> list[str]:
+        """Names of the folders below the root; none where there is no root yet."""
+
+    def is_empty(self) -> bool:
+        """Whether there is nothing at all at the root, or no root."""
+
+    def entries(self, folder: str) -> Iterator[Entry]:
+        """The packets of a folder."""
+
+    def entry(self, name: str) -> Entry | None:
+        """One packet, None where it is not there."""
+
+    def write(self, name: str, encoded: Encoded) -> None:
+        """Write a packet in one step: others see all of it or nothing."""
+
+    def read(self, name: str) -> tuple[Any, Any]:
+        """`(buffer, identity)`: the bytes, writable without effect on the file, and what is equal for the same file."""
+
+    def read_start(self, name: str, count: int) -> bytes:
+        """The first `count` bytes, or all where there are fewer."""
+
+    def prefetch(self, names: list[str]) -> None:
+        """These are about to be read."""
+
+    def delete(self, name: str) -> bool:
+        """Remove a packet; whether it was there."""
+
+    def touch(self, name: str) -> bool:
+        """Note that a packet is used; False where it is certain that it is not there."""
+
+    def claim(self, name: str, wait: bool) -> AbstractContextManager[bool]:
+        """Keep other processes from making the same packet; yields False where another does and `wait` is False."""
+
+    def litter(self, grace_s: float) -> list[Entry]:
+        """Unfinished files whose writers are gone, and that are older than `grace_s` seconds."""
+
+    def remove_litter(self, grace_s: float) -> list[Entry]:
+        """Remove them; returns what was removed."""
+
+    def remove_empty(self, folder: str) -> None:
+        """Remove a folder that holds no packets."""
+
+
+def open_backend(url: str | os.PathLike[str], options: dict[str, Any] | None) -> Backend:
+    """The place that `url` names: a path, or anything that fsspec knows ("s3://bucket/folder", "memory://x").
+
+    Raises:
+        TypeError: it is neither a string nor a path.
+        ValueError: fsspec does not know it, or the package for it is missing.
+    """
+    from kvspeed.packet.store.local import LocalBackend
+
+    if not isinstance(url, (str, os.PathLike)):
+        raise TypeError(f"path_or_url: expected a path or a URL, got {type(url).__name__}")
+    text = os.fspath(url)
+    if not isinstance(text, str) or not text.strip() or "\0" in text:
+        raise ValueError(f"path_or_url: got {text!r}; give a folder, or a URL such as s3://bucket/folder")
+    protocol, separator, rest = text.partition("://")
+    if not separator:
+        return LocalBackend(text)
+    if protocol in ("file", "local"):
+        return LocalBackend(rest)
+    from kvspeed.packet.store.remote import FsspecBackend
+
+    return FsspecBackend(text, options or {})

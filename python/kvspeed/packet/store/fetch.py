@@ -1,0 +1,126 @@
+# Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
+"""Reading packets' files: from a folder where they lie, from a URL by way of a folder that keeps copies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kvspeed.packet.file import FORMAT, VERSION, parse_packet
+from kvspeed.packet.packet import Packet
+from kvspeed.packet.store.backend import Backend
+from kvspeed.packet.store.errors import StoreError
+from kvspeed.packet.store.tiers import DiskTier
+from kvspeed.packet.tensorfile import TensorFileError, parse_description
+
+__all__ = ["Checksums", "Reader"]
+
+Checksums = Literal["once", "always", "never"]
+
+
+@dataclass(frozen=True)
+class _Bytes:
+    """A file that is there already, to be copied."""
+
+    data: Any
+
+    @property
+    def size(self) -> int:
+        return len(self.data)
+
+    def pieces(self) -> Iterator[Any]:
+        yield self.data
+
+
+class Reader:
+    """Reads and checks packets of `backend`.
+
+    Checksums: a packet's bytes are compared with its checksum when this object first reads the file ("once"), whenever
+    it does ("always"), or not ("never"; structure and description are checked all the same). "once" costs one pass
+    over the bytes, in which they are brought into memory; the file's identity is remembered, and a file is never
+    changed in place, so the next reading is as fast as mapping.
+
+    Args:
+        backend: where packets come from.
+        cache: where copies are kept, for a backend that is far away; None: in memory only.
+        checksums: see above.
+    """
+
+    def __init__(self, backend: Backend, cache: DiskTier | None, checksums: Checksums) -> None:
+        if checksums not in ("once", "always", "never"):
+            raise ValueError(f'checksums: expected "once", "always" or "never", got {checksums!r}')
+        self.backend = backend
+        self.cache = cache
+        self.checksums = checksums
+        self._verified: set[Any] = set()
+
+    def read(self, name: str, *, verify: bool = False) -> Packet:
+        """The packet at `name`.
+
+        Args:
+            verify: compare the checksum now, whatever `checksums` says, and of the original, not of a copy.
+
+        Raises:
+            FileNotFoundError: there is none.
+            TensorFileError: the file is damaged.
+            StoreError: the place cannot be read.
+        """
+        if self.cache is None or verify:
+            return self._parse(self.backend, name, verify)
+        try:
+            return self._parse(self.cache.backend, name, False)
+        except FileNotFoundError:
+            pass
+        except TensorFileError:  # a damaged copy is fetched anew
+            self.cache.backend.delete(name)
+        buffer, _ = self.backend.read(name)
+        try:
+            self.cache.make_room(len(buffer), ())
+            self.cache.backend.write(name, _Bytes(buffer))  # type: ignore[arg-type]
+            return self._parse(self.cache.backend, name, False)
+        except StoreError:  # larger than the cache, or its disk is full: the packet itself is here
+            return parse_packet(buffer, self._source(self.backend, name), verify=self.checksums != "never")
+
+    def prefetch(self, names: list[str]) -> None:
+        """These are about to be read, in this order."""
+        if self.cache is None:
+            self.backend.prefetch(names)
+            return
+        here = [name for name in names if self.cache.backend.entry(name) is not None]
+        self.cache.backend.prefetch(here)
+        self.backend.prefetch([name for name in names if name not in here])
+
+    def touch(self, name: str) -> bool:
+        """Note that `name` is used; False where it is known to be gone."""
+        if self.cache is not None:
+            self.cache.backend.touch(name)
+        return self.backend.touch(name)
+
+    def forget(self, name: str) -> None:
+        """Remove the copy of a packet that is removed, or replaced."""
+        if self.cache is not None:
+            self.cache.backend.delete(name)
+
+    def description(self, name: str) -> tuple[dict[str, Any], int]:
+        """`(description, bytes that the file must have)` from the beginning of a file, damaged or not.
+
+        Raises:
+            FileNotFoundError, TensorFileError: it is not there, or not even its beginning is whole.
+        """
+        length = int.from_bytes(self.backend.read_start(name, 8), "little")
+        start = self.backend.read_start(name, 8 + min(length, 10**8))
+        return parse_description(start, self._source(self.backend, name), FORMAT, VERSION)
+
+    def _parse(self, backend: Backend, name: str, verify: bool) -> Packet:
+        buffer, identity = backend.read(name)
+        known = identity is not None and identity in self._verified
+        verify = verify or self.checksums == "always" or (self.checksums == "once" and not known)
+        packet = parse_packet(buffer, self._source(backend, name), verify=verify)
+        if verify and identity is not None:
+            self._verified.add(identity)
+        return packet
+
+    @staticmethod
+    def _source(backend: Backend, name: str) -> str:
+        return f"{backend.place.rstrip('/')}/{name}"

@@ -1,0 +1,284 @@
+# Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
+"""A folder of packets on this machine or a mounted file system, safe under several processes that may be killed.
+
+A packet is written under a temporary name beside its place, made durable and renamed: its name exists with all of its
+bytes or not at all. A writer holds an advisory lock (flock) on what it writes; the system drops the lock with the
+process, so that what a killed writer left can be told from what is being written. Files are never changed in place:
+whoever has mapped one keeps it, whatever happens to the name. The time of modification is when a packet was last used.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kvspeed.packet.store.backend import ENDING, Entry
+from kvspeed.packet.store.errors import reaching
+from kvspeed.packet.tensorfile import Encoded
+
+try:
+    import fcntl
+except ImportError:  # Windows: no claims, and litter is told by its age alone
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["LocalBackend"]
+
+_TEMPORARY, _CLAIM = ".tmp", ".lock"
+_POLL_S = 0.05
+_ATTEMPTS = 5
+
+Result = TypeVar("Result")
+
+
+class LocalBackend:
+    """See `backend.Backend` for the methods.
+
+    Args:
+        path: the root; made when the first packet is written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.root = Path(path).expanduser().absolute()
+        self.place = str(self.root)
+        with reaching(self.place, "read"):
+            if self.root.exists() and not self.root.is_dir():
+                raise NotADirectoryError(20, "Not a directory", self.place)
+
+    # ---- small files and names ---------------------------------------------------------------------------------
+
+    def read_small(self, name: str) -> bytes | None:
+        try:
+            with reaching(self.place, "read"):
+                return (self.root / name).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def write_small(self, name: str, data: bytes) -> None:
+        self._write(self.root / name, lambda: [data])
+
+    def folders(self) -> list[str]:
+        return sorted(entry.name for entry in self._scan(self.root) if entry.is_dir())
+
+    def is_empty(self) -> bool:
+        return next(self._scan(self.root), None) is None
+
+    def entries(self, folder: str) -> Iterator[Entry]:
+        for found in self._scan(self.root / folder):
+            if found.name.endswith(ENDING) and not found.name.startswith("."):
+                with suppress(FileNotFoundError):  # removed by another process since
+                    status = found.stat()
+                    yield Entry(f"{folder}/{found.name}", status.st_size, status.st_mtime_ns)
+
+    def entry(self, name: str) -> Entry | None:
+        try:
+            with reaching(self.place, "read"):
+                status = os.stat(self.root / name)
+        except FileNotFoundError:
+            return None
+        return Entry(name, status.st_size, status.st_mtime_ns)
+
+    def _scan(self, folder: Path) -> Iterator[os.DirEntry[str]]:
+        try:
+            with reaching(self.place, "read"), os.scandir(folder) as found:
+                entries = list(found)
+        except FileNotFoundError:
+            return
+        yield from entries
+
+    # ---- packets -----------------------------------------------------------------------------------------------
+
+    def write(self, name: str, encoded: Encoded) -> None:
+        self._write(self.root / name, encoded.pieces)
+
+    def read(self, name: str) -> tuple[Any, Any]:
+        with reaching(self.place, f"read {name} of"), open(self.root / name, "rb") as file:
+            status = os.fstat(file.fileno())
+            # private to this process: what a caller wrongly writes to a packet never reaches the file
+            buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if status.st_size else bytearray()
+        return buffer, (status.st_dev, status.st_ino, status.st_size)
+
+    def read_start(self, name: str, count: int) -> bytes:
+        with reaching(self.place, f"read {name} of"), open(self.root / name, "rb") as file:
+            return file.read(count)
+
+    def prefetch(self, names: list[str]) -> None:
+        if not hasattr(os, "posix_fadvise"):
+            return
+        for name in names:
+            with suppress(OSError):
+                descriptor = os.open(self.root / name, os.O_RDONLY)
+                try:
+                    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
+                finally:
+                    os.close(descriptor)
+
+    def delete(self, name: str) -> bool:
+        try:
+            with reaching(self.place, f"remove {name} from"):
+                os.unlink(self.root / name)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def touch(self, name: str) -> bool:
+        try:
+            os.utime(self.root / name)
+        except FileNotFoundError:
+            return False
+        except OSError:  # read-only: then nothing is evicted from it either
+            pass
+        return True
+
+    # ---- several processes -------------------------------------------------------------------------------------
+
+    @contextmanager
+    def claim(self, name: str, wait: bool) -> Iterator[bool]:
+        path = self._beside(self.root / name, _CLAIM)
+        with reaching(self.place, "write to"):
+            descriptor = _again(lambda: self._lock(path, wait))
+        if descriptor is None:
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            # unlinked while it is locked, so that nobody can hold a lock on a name that is gone: see _lock
+            with suppress(OSError):
+                os.unlink(path)
+            os.close(descriptor)
+
+    def _lock(self, path: Path, wait: bool) -> int | None:
+        """A descriptor of the locked file at `path`, or None where another has it and `wait` is False."""
+        while True:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                if not _try_lock(descriptor):
+                    locked = False
+                else:
+                    # the one who had it may have removed the name between our open and our lock
+                    locked = _is_same_file(descriptor, path)
+                    if locked:
+                        return descriptor
+                    os.close(descriptor)
+                    continue
+            except BaseException:
+                os.close(descriptor)
+                raise
+            os.close(descriptor)
+            if not wait:
+                return None
+            time.sleep(_POLL_S)
+
+    def litter(self, grace_s: float) -> list[Entry]:
+        return [entry for entry, _ in self._litter(grace_s, remove=False)]
+
+    def remove_litter(self, grace_s: float) -> list[Entry]:
+        return [entry for entry, removed in self._litter(grace_s, remove=True) if removed]
+
+    def _litter(self, grace_s: float, *, remove: bool) -> Iterator[tuple[Entry, bool]]:
+        newest = time.time_ns() - int(grace_s * 1e9)
+        for folder in [self.root, *(self.root / name for name in self.folders())]:
+            for found in self._scan(folder):
+                if not (found.name.startswith(".") and found.name.endswith((_TEMPORARY, _CLAIM))):
+                    continue
+                try:
+                    status = found.stat()
+                    descriptor = os.open(found.path, os.O_RDWR)
+                except OSError:  # gone, or not ours
+                    continue
+                try:
+                    # whoever writes holds the lock; a moment passes between making a file and locking it
+                    if status.st_mtime_ns > newest or not _try_lock(descriptor):
+                        continue
+                    removed = False
+                    if remove and _is_same_file(descriptor, Path(found.path)):
+                        with suppress(OSError):
+                            os.unlink(found.path)
+                            removed = True
+                    name = str(Path(found.path).relative_to(self.root))
+                    yield Entry(name, status.st_size, status.st_mtime_ns), removed
+                finally:
+                    os.close(descriptor)
+
+    def remove_empty(self, folder: str) -> None:
+        path = self.root / folder
+        left = [entry.name for entry in self._scan(path)]
+        if left == ["recipe.json"]:
+            with suppress(OSError):
+                (path / "recipe.json").unlink()
+        with suppress(OSError):  # another process may be using it
+            path.rmdir()
+
+    # ---- writing -----------------------------------------------------------------------------------------------
+
+    def _write(self, path: Path, pieces: Callable[[], Iterable[bytes | memoryview]]) -> None:
+        with reaching(self.place, "write to"):
+            _again(lambda: self._write_once(path, pieces()))
+
+    def _write_once(self, path: Path, pieces: Iterable[bytes | memoryview]) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self._beside(path, f"-{os.getpid()}-{secrets.token_hex(4)}{_TEMPORARY}")
+        try:
+            with open(temporary, "xb") as file:
+                _try_lock(file.fileno())
+                for piece in pieces:
+                    file.write(piece)
+                file.flush()
+                os.fsync(file.fileno())
+                os.replace(temporary, path)
+        except BaseException:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
+        _sync_folder(path.parent)
+
+    @staticmethod
+    def _beside(path: Path, ending: str) -> Path:
+        return path.parent / f".{path.name.removesuffix(ENDING)}{ending}"
+
+
+def _again(action: Callable[[], Result]) -> Result:
+    """Run `action`, and again where a folder vanished below it, as another process tidies up."""
+    for _ in range(_ATTEMPTS - 1):
+        with suppress(FileNotFoundError):
+            return action()
+    return action()
+
+
+def _try_lock(descriptor: int) -> bool:
+    """Lock a file for this process; False where another has it. Where nothing can be locked, all is free."""
+    if fcntl is None:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
+
+
+def _is_same_file(descriptor: int, path: Path) -> bool:
+    try:
+        named = os.stat(path)
+    except FileNotFoundError:
+        return False
+    held = os.fstat(descriptor)
+    return (held.st_dev, held.st_ino) == (named.st_dev, named.st_ino)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the new name itself durable, where the system can."""
+    with suppress(OSError):  # some network file systems
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
