@@ -1,0 +1,305 @@
+# Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
+"""`kvspeed eval`: packets and their rivals on question answering, and plots of what was found."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvspeed.cli.common import Debug, DType, Fault, ModelName, counted, guarded, load_model, progress, stderr, stdout
+
+if TYPE_CHECKING:
+    from kvspeed.packet import PacketAdapter
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="eval", help="Measure what methods answer and what they cost.", no_args_is_help=True, add_completion=False
+)
+
+METHODS = "full,none,nocache,packet"
+
+AdapterFiles = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--adapter",
+        help="A file of kvspeed train-adapter for the method packet, or NAME=FILE for packet@NAME; may be repeated.",
+        show_default=False,
+    ),
+]
+Seed = Annotated[int, typer.Option("--seed", help="Of the questions.")]
+Split = Annotated[str, typer.Option("--split", help="train, dev or test.")]
+
+
+@app.command()
+@guarded
+def packets(
+    tasks: Annotated[
+        str,
+        typer.Option(
+            "--tasks",
+            help="Separated by commas: biography, niah, niah-multikey, multihop, hotpotqa:path=FILE, "
+            "musique:path=FILE, samples:path=FILE. Options follow a colon: niah:depth=0.5:chunks=8, "
+            "biography:documents=20:shuffle=1.",
+        ),
+    ] = "biography,niah,multihop",
+    methods: Annotated[
+        str, typer.Option("--methods", help="Separated by commas; --list shows all, packet@NAME takes another adapter.")
+    ] = METHODS,
+    samples: Annotated[int, typer.Option("--samples", min=1, help="Questions a task.")] = 100,
+    seed: Seed = 0,
+    split: Split = "test",
+    model: ModelName = None,
+    adapter: AdapterFiles = None,
+    json_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--json", help="Where the report goes; records lie beside it, and a second run goes on with them."
+        ),
+    ] = None,
+    markdown_file: Annotated[Path | None, typer.Option("--markdown", help="Where the table goes.")] = None,
+    plots: Annotated[Path | None, typer.Option("--plots", help="A folder for plots (needs matplotlib).")] = None,
+    timed: Annotated[int, typer.Option("--timed", min=0, help="Questions a task whose times are measured.")] = 20,
+    end_to_end: Annotated[
+        int, typer.Option("--end-to-end", min=0, help="Questions a task that are timed from files as well.")
+    ] = 5,
+    questions_per_context: Annotated[
+        int, typer.Option("--questions-per-context", min=1, help="Questions on the same documents; cheaper.")
+    ] = 1,
+    max_new_tokens: Annotated[
+        int | None, typer.Option("--max-new-tokens", min=1, help="The most tokens of an answer. Default: by the task.")
+    ] = None,
+    shard: Annotated[
+        str, typer.Option("--shard", help="I/N: this process does the I-th (from 0) of N parts; they may run at once.")
+    ] = "0/1",
+    restart: Annotated[bool, typer.Option("--restart", help="Drop the records of an earlier run.")] = False,
+    listing: Annotated[bool, typer.Option("--list", help="Print the tasks and methods, and stop.")] = False,
+    dtype: DType = None,
+    debug: Debug = False,
+) -> None:
+    """Ask questions about documents by several methods; score the answers and measure what they cost."""
+    if listing:
+        _list()
+        return
+    from kvspeed.eval.report import markdown, report, write_text
+    from kvspeed.eval.runner import Plan, Runner
+    from kvspeed.eval.tasks import split_specs
+
+    plan = Plan(
+        tasks=tuple(split_specs(tasks)),
+        methods=tuple(name.strip() for name in methods.split(",") if name.strip()),
+        samples=samples,
+        seed=seed,
+        split=split,
+        questions_per_context=questions_per_context,
+        timed=timed,
+        end_to_end=end_to_end,
+        max_new_tokens=max_new_tokens,
+        shard=_shard(shard),
+    )
+    journal = json_file.with_name(json_file.name + ".records") if json_file is not None else None
+    if journal is not None and restart:
+        journal.unlink(missing_ok=True)
+    if plots is not None:
+        _check_matplotlib()
+    network, tokenizer, name, adapters = _load(model, adapter, dtype, plan.methods)
+    runner = Runner(network, tokenizer, plan, adapters=adapters, path=journal, model_name=name)
+    try:
+        with progress("asking", runner.steps()) as advance:
+            runner.run(advance)
+    except KeyboardInterrupt:
+        if journal is not None:
+            stderr().print(
+                f"{counted(len(runner.journal or ()), 'answer')} kept in {journal}; the same command goes on"
+            )
+        raise
+    found = report(runner, command=["kvspeed", *sys.argv[1:]])
+    table = markdown(found)
+    if json_file is not None and plan.shard[1] == 1:
+        write_text(json_file, json.dumps(found, indent=1) + "\n")
+    if markdown_file is not None:
+        write_text(markdown_file, table)
+    if plots is not None:
+        _plot(found, plots)
+    _print(found)
+    if plan.shard[1] > 1:
+        stderr().print("part of a run: when all parts are done, the same command without --shard writes the report")
+
+
+@app.command()
+@guarded
+def plot(
+    report_file: Annotated[Path, typer.Argument(metavar="REPORT", help="A file of kvspeed eval packets --json.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the plots go.")],
+    loss: Annotated[
+        list[str] | None,
+        typer.Option("--loss", help="NAME=FILE: a curve.csv of kvspeed train-adapter; may be repeated."),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Draw the plots of a report again."""
+    from kvspeed.eval.plots import plot_loss
+    from kvspeed.eval.report import read_report
+
+    _check_matplotlib()
+    _plot(read_report(report_file), folder)
+    if loss:
+        curves = dict(_named(entry, "--loss") for entry in loss)
+        _say(plot_loss(curves, folder / "loss.png"))
+
+
+@app.command()
+@guarded
+def sinks(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The PNG to write; FILE.json holds the numbers.")],
+    task: Annotated[str, typer.Option("--task", help="As for kvspeed eval packets.")] = "biography:documents=2",
+    samples: Annotated[int, typer.Option("--samples", min=1, help="Prompts that are averaged over.")] = 8,
+    seed: Seed = 0,
+    split: Split = "test",
+    model: ModelName = None,
+    adapter: AdapterFiles = None,
+    dtype: DType = None,
+    debug: Debug = False,
+) -> None:
+    """Draw where the question looks, with and without adapters: mean attention over positions."""
+    from kvspeed.eval.plots import plot_sinks
+    from kvspeed.eval.report import write_text
+    from kvspeed.eval.sinks import attention_profile
+    from kvspeed.eval.tasks import TaskSpec
+    from kvspeed.patch import unpatch_model
+
+    _check_matplotlib()
+    asked = TaskSpec.parse(task).load(samples, seed=seed, split=split)
+    network, tokenizer, name, adapters = _load(model, adapter, dtype, ("packet",))
+    unpatch_model(network)
+    settings: dict[str, dict[str, Any]] = {
+        "full attention": {"alone": False},
+        "documents alone, no adapter": {},
+        "packets with adapter": {"adapter": adapters[""]},
+    }
+    found: dict[str, Any] = {}
+    with progress("looking", len(settings) * len(asked)) as advance:
+        for title, options in settings.items():
+            profiles = []
+            for sample in asked:
+                profiles.append(attention_profile(network, tokenizer, sample, **options))
+                advance(title)
+            found[title] = {
+                "first_tokens": sum(one.on_first_tokens() for one in profiles) / len(profiles),
+                "soft_tokens": sum(one.on_soft_tokens() for one in profiles) / len(profiles),
+                "first_sample": profiles[0].shares,
+                "blocks": profiles[0].blocks,
+            }
+    shown = {title: entry["first_sample"] for title, entry in found.items()}
+    write_text(file.with_name(file.name + ".json"), json.dumps({"model": name, "task": task, **found}) + "\n")
+    _say(plot_sinks(shown, {title: [b for b, _ in entry["blocks"]] for title, entry in found.items()}, file))
+    for title, entry in found.items():
+        stdout().print(
+            f"{title}: {100 * entry['first_tokens']:.1f} % of the question's attention on documents' first tokens, "
+            f"{100 * entry['soft_tokens']:.1f} % on soft tokens",
+            markup=False,
+        )
+
+
+def _load(
+    model: str | None, files: list[str] | None, dtype: str | None, methods: tuple[str, ...]
+) -> tuple[Any, Any, str, dict[str, PacketAdapter]]:
+    """(model, tokenizer, name, adapters by name); the model patched for its kernels."""
+    from kvspeed.eval.methods import get_method
+    from kvspeed.packet import PacketAdapter
+    from kvspeed.patch import patch_model
+
+    named = dict(_named(entry, "--adapter", default="") for entry in files or [])
+    asks = {name.partition("@")[2] for name in methods if getattr(get_method(name.partition("@")[0]), "adapter", False)}
+    adapters: dict[str, PacketAdapter] = {}
+    if model == "testbed":
+        from kvspeed.testbed import load_testbed
+
+        network, tokenizer, adapters[""] = load_testbed()
+        name = "testbed"
+    else:
+        network, tokenizer, name = load_model(model, dtype)
+    for missing in sorted(asks - set(named) - set(adapters)):
+        title = f"packet@{missing}" if missing else "packet"
+        example = f"{missing}=FILE" if missing else "FILE"
+        raise Fault(f"--methods: {title} needs a trained adapter: give --adapter {example}, from kvspeed train-adapter")
+    patch_model(network)
+    for key, path in named.items():
+        adapters[key] = PacketAdapter.load(path, network)
+    return network, tokenizer, name, adapters
+
+
+def _named(entry: str, option: str, default: str | None = None) -> tuple[str, str]:
+    """NAME=FILE, or FILE alone where there is a default name."""
+    name, equals, path = entry.partition("=")
+    if not equals and default is not None:
+        return default, entry
+    if not equals or not name or not path:
+        raise Fault(f"{option}: got {entry!r}, expected NAME=FILE")
+    return name, path
+
+
+def _shard(text: str) -> tuple[int, int]:
+    index, slash, count = text.partition("/")
+    if not slash or not index.isdigit() or not count.isdigit():
+        raise Fault(f"--shard: got {text!r}, expected I/N, such as 0/2 and 1/2 for two processes")
+    return int(index), int(count)
+
+
+def _check_matplotlib() -> None:
+    from importlib.util import find_spec
+
+    if find_spec("matplotlib") is None:
+        raise Fault("plots need matplotlib, which is not installed: pip install 'kvspeed[plots]'")
+
+
+def _plot(found: dict[str, Any], folder: Path) -> None:
+    from kvspeed.eval.plots import plot_report
+
+    for path in plot_report(found, folder):
+        _say(path)
+
+
+def _say(path: Path) -> None:
+    stderr().print(f"wrote {path}", markup=False, soft_wrap=True)
+
+
+def _list() -> None:
+    from kvspeed.eval.methods import METHODS as known
+    from kvspeed.eval.tasks import TASKS
+
+    print("tasks: " + ", ".join(TASKS))
+    for name, make in known.items():
+        lines = (make.__doc__ or "").strip().splitlines()
+        print(f"{name:16} {lines[0] if lines else ''}".rstrip())
+
+
+def _print(found: dict[str, Any]) -> None:
+    """The table for the terminal: fewer columns than the Markdown one."""
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = stdout()
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+    for title in ("task", "method", "questions", "F1", "of full", "EM", "TTFT", "s/question"):
+        table.add_column(title, justify="left" if title in ("task", "method") else "right")
+    last = None
+    for row in found["rows"]:
+        low, high = row["f1_interval"]
+        table.add_row(
+            escape(row["task"]) if row["task"] != last else "",
+            escape(row["method"]),
+            str(row["questions"]),
+            f"{row['f1']:.3f} ({low:.2f}-{high:.2f})",
+            "-" if row["f1_of_full"] is None else f"{row['f1_of_full']:.2f}",
+            f"{row['em']:.3f}",
+            "-" if row["ttft_s"] is None else f"{row['ttft_s']:.3f} s",
+            f"{row['seconds']:.2f}",
+        )
+        last = row["task"]
+    console.print(table)
