@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from kvspeed import data
-from kvspeed.eval.score import contains, exact_match, f1, normalise
+from kvspeed.eval.bootstrap import mean_interval, ratio_interval
+from kvspeed.eval.score import contains, corpus_f1, exact_match, f1, normalise, string_match
 
 
 def test_normalise_as_squad():
@@ -54,3 +56,51 @@ def test_documents_are_clean_text():
     for document in data.documents():
         assert document.text == document.text.strip() and "\t" not in document.text and "\r" not in document.text
         assert 150 <= len(document.text.split()) <= 260
+
+
+def test_string_match_is_a_substring_of_any_case():
+    assert string_match("The number is 12345.", "12345") == 1.0
+    assert string_match("NORTON, i think", ["x", "Norton"]) == 1.0
+    assert string_match("nort on", "Norton") == 0.0
+
+
+def test_corpus_f1_counts_words_over_all_questions():
+    # common 1 + 1, said 2 + 4, expected 1 + 1
+    assert corpus_f1(["red ball", "a very long blue."], ["red", "blue"]) == pytest.approx(2 * 2 / (6 + 2))
+    assert corpus_f1(["", "x"], ["a", "b"]) == 0.0
+    assert corpus_f1(["The A."], ["the a"]) == 1.0  # articles stay, one full stop goes
+    with pytest.raises(ValueError, match="one answer for each"):
+        corpus_f1(["a"], ["a", "b"])
+
+
+def test_intervals_cover_and_resample_groups_together():
+    rng = np.random.default_rng()
+    inside = 0
+    for seed in range(200):
+        values = rng.random(60) < 0.7
+        low, high = mean_interval(values.tolist(), seed=seed, rounds=400)
+        assert low <= values.mean() <= high
+        inside += low <= 0.7 <= high
+    assert 170 <= inside <= 200
+    values = (rng.random(40) < 0.5).astype(float)
+    values[:2] = 0.0, 1.0
+    thrice = np.repeat(values, 3).tolist()
+    alone, grouped = mean_interval(thrice), mean_interval(thrice, np.repeat(np.arange(40), 3).tolist())
+    assert grouped[1] - grouped[0] > 1.4 * (alone[1] - alone[0])
+    assert grouped == pytest.approx(mean_interval(values.tolist()))
+
+
+def test_ratio_interval_pairs_the_questions():
+    rng = np.random.default_rng()
+    reference = rng.random(50)
+    assert ratio_interval((0.5 * reference).tolist(), reference.tolist()) == pytest.approx((0.5, 0.5))
+    low, high = ratio_interval([0.0, 1.0], [0.0, 0.0])
+    assert low != low and high != high
+    with pytest.raises(ValueError, match="reference"):
+        ratio_interval([1.0], [1.0, 2.0])
+    with pytest.raises(ValueError, match="values: got none"):
+        mean_interval([])
+    with pytest.raises(ValueError, match="groups"):
+        mean_interval([1.0], [1, 2])
+    with pytest.raises(ValueError, match="level"):
+        mean_interval([1.0], level=95)

@@ -104,9 +104,12 @@ def span(name: str, value: int | tuple[int, int]) -> tuple[int, int]:
     """(least, most) of a number or a pair.
 
     Raises:
-        ValueError: it is below one, or the pair is the wrong way round.
+        ValueError: it is below one, the pair is the wrong way round, or it is neither.
     """
-    least, most = (value, value) if isinstance(value, int) else value
+    pair = (value, value) if isinstance(value, int) else tuple(value)
+    if len(pair) != 2 or not all(isinstance(number, int) for number in pair):
+        raise ValueError(f"{name}: got {value!r}; give a whole number or two, the least and the most")
+    least, most = pair
     if not 1 <= least <= most:
         raise ValueError(f"{name}: got {least} to {most}; give at least 1, the smaller number first")
     return least, most

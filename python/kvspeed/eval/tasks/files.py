@@ -116,10 +116,12 @@ def drawn(
 
 
 def text_of(entry: dict[str, Any], field: str) -> str:
-    """A string field."""
+    """A string field that is not empty."""
     value = entry[field]
     if not isinstance(value, str):
         raise TypeError(f"{field}: expected a string, got {type(value).__name__}")
+    if not value.strip():
+        raise ValueError(f"{field}: is empty")
     return value
 
 

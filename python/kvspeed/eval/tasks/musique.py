@@ -63,7 +63,7 @@ def _sample(entry: dict[str, Any], number: str, titles: bool, steps: bool) -> Sa
     paragraphs = entry["paragraphs"]
     if not isinstance(paragraphs, list) or not all(isinstance(one, dict) for one in paragraphs):
         raise TypeError(f"paragraphs: expected a list of objects, got {type(paragraphs).__name__}")
-    kept = [one for one in paragraphs if text_of(one, "paragraph_text").strip()]
+    kept = [one for one in paragraphs if text_of(one, "paragraph_text")]
     gold = tuple(index for index, one in enumerate(kept) if one.get("is_supporting"))
     answers = [text_of(entry, "answer"), *texts_of(entry.get("answer_aliases") or [], "answer_aliases")]
     names = [str(one.get("title") or "").strip() for one in kept]

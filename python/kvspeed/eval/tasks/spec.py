@@ -47,7 +47,7 @@ ANSWER_TOKENS = {"biography": 24, "niah": 24, "niah-multikey": 24, "multihop": 4
 _STEPS_TOKENS = 256
 
 _OPTION = re.compile(r":(?=[a-z_]+=)")
-_NEXT = re.compile(r",(?=(?:" + "|".join(sorted(TASKS, key=len, reverse=True)) + r")(?:[:,]|$))")
+_NEXT = re.compile(r",(?=\s*(?:" + "|".join(sorted(TASKS, key=len, reverse=True)) + r")(?:[:,]|$))")
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class TaskSpec:
             options.setdefault("questions_per_context", questions_per_context)
         try:
             samples = make(count, seed=seed, split=split, **options)
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise ValueError(f"tasks: {self.text or self.name}: {error}") from error
         return samples if self.shuffle is None else [_shuffled(sample, self.shuffle) for sample in samples]
 
