@@ -53,7 +53,7 @@ def test_with_bos_each_document_brings_one_that_stays():
 def test_a_tokenizer_without_bos_is_named():
     case = Case(tiny_model("llama", layers=2), [4])
     case.tokenizer.bos_token = None
-    with pytest.raises(ValueError, match="epic-bos-2: the tokenizer has no BoS.*epic-2"):
+    with pytest.raises(ValueError, match=r"epic-bos-2: the tokenizer has no BoS.*epic-2"):
         Epic(2, bos=True).prepare(case.context, case.documents)
 
 

@@ -39,7 +39,9 @@ def oracle_choice(case: Case, method: SamKV) -> tuple[list[list[int]], list[list
     for layer in layers:
         for index, (_, own) in enumerate(alone):
             last = min(method.local, len(own[layer]))  # the last token stands right before the question
-            asks[layer, index] = oracle.rotate(own[layer][-last:], torch.arange(case.length - last, case.length)).mean(0)
+            asks[layer, index] = oracle.rotate(own[layer][-last:], torch.arange(case.length - last, case.length)).mean(
+                0
+            )
         for index, (kv, _) in enumerate(alone):
             others = torch.zeros_like(generic[layer])
             for other in range(len(alone)):
@@ -60,7 +62,7 @@ def oracle_choice(case: Case, method: SamKV) -> tuple[list[list[int]], list[list
         if number:
             count = int(sum(shares[layer, index] for layer in layers) / len(layers) * number)
             for layer in layers:
-                order = sorted(range(number), key=lambda i: -scores[layer, index][i])  # noqa: B023
+                order = sorted(range(number), key=lambda i: -scores[layer, index][i])
                 for block in order[:count]:
                     begin = method.initial + block * method.block
                     kept[index] |= set(range(begin, min(begin + method.block, len(case.ids[index]) - method.local)))
@@ -152,7 +154,7 @@ def test_a_document_alone_has_the_questions_own_query():
 
 def test_sliding_windows_are_refused():
     model = tiny_model("gemma2", layers=2)
-    with pytest.raises(ValueError, match="samkv: drops tokens.*sliding windows"):
+    with pytest.raises(ValueError, match=r"samkv: drops tokens.*sliding windows"):
         case = Case.__new__(Case)
         from kvspeed.eval.methods import Context
         from packet_tools import tiny_tokenizer
