@@ -7,9 +7,9 @@ import pytest
 import torch
 from kvspeed import PacketAdapter
 from kvspeed.eval.methods import METHODS, Context, decode, get_method
-from kvspeed.patch import patch_model
+from kvspeed.patch import patch_model, unpatch_model
 from methods_oracle import Case
-from packet_tools import CHAT_TEMPLATE, block_mask, embed, masked_logits, tiny_tokenizer
+from packet_tools import CHAT_TEMPLATE, block_mask, embed, masked_logits, random_text, tiny_tokenizer
 from tiny_models import tiny_model
 
 NAMES = [name.replace("<n>", "30") for name in METHODS if "+" not in name]  # compressed ones have tests of their own
@@ -33,8 +33,6 @@ def test_each_against_its_mask(architecture, mode):
     sizes = [len(case.preamble), *(len(ids) for ids in case.ids), len(case.question)]
 
     causal = torch.ones(len(case.prompt), len(case.prompt), dtype=torch.bool).tril()
-    from kvspeed.patch import unpatch_model
-
     unpatch_model(model)
     embeds = embed(model, case.prompt)
     close = dict(atol=2e-4, rtol=1e-3)
@@ -54,8 +52,6 @@ def test_each_against_its_mask(architecture, mode):
 def case_of(model, lengths, question, **kwargs) -> Case:
     """A Case of any architecture (the oracle of which is for two)."""
     case = Case.__new__(Case)
-    from packet_tools import random_text
-
     case.model, case.context = model, Context(model, tiny_tokenizer(template=CHAT_TEMPLATE), **kwargs)
     seed = int(torch.randint(1, 10**6, ()))
     case.documents = [random_text(length, seed + index) for index, length in enumerate(lengths)]

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kvspeed.eval.methods import Context
 from kvspeed.eval.methods.samkv import SamKV, blocks_to_keep, personalised
 from kvspeed.patch import patch_model
 from methods_oracle import Case
+from packet_tools import tiny_tokenizer
 from tiny_models import tiny_model
 
 SMALL = dict(initial=2, local=3, block=4, stable=2)
@@ -155,12 +157,7 @@ def test_a_document_alone_has_the_questions_own_query():
 def test_sliding_windows_are_refused():
     model = tiny_model("gemma2", layers=2)
     with pytest.raises(ValueError, match=r"samkv: drops tokens.*sliding windows"):
-        case = Case.__new__(Case)
-        from kvspeed.eval.methods import Context
-        from packet_tools import tiny_tokenizer
-
-        case.context = Context(model, tiny_tokenizer())
-        SamKV().prepare(case.context, ["w100"])
+        SamKV().prepare(Context(model, tiny_tokenizer()), ["w100"])
 
 
 @pytest.mark.parametrize("wrong", [{"initial": 0}, {"local": True}, {"block": 1.5}, {"theta": 1.1}])
