@@ -76,26 +76,23 @@ def contexts_of(
     for texts, group in groupby(samples, key=lambda sample: sample.documents):
         members = list(group)
         for start in range(0, len(members), most_queries):
-            part = members[start : start + most_queries]
-            try:
-                for text in texts:
-                    if text not in documents:
-                        documents[text] = encode(tokenizer, document_text(text), "documents")
-                prompts = [
-                    prompt_ids(
+            queries: list[Query] = []
+            preamble: tuple[int, ...] = ()
+            for sample in members[start : start + most_queries]:
+                try:
+                    for text in texts:
+                        if text not in documents:
+                            documents[text] = encode(tokenizer, document_text(text), "documents")
+                    prompt = prompt_ids(
                         tokenizer,
                         sample.question,
                         preamble=INSTRUCTION,
                         separator=SEPARATOR,
                         chat_template_kwargs=chat_template_kwargs,
                     )
-                    for sample in part
-                ]
-                queries = [
-                    Query(sample.id, prompt.question, encode(tokenizer, sample.target, "answers"))
-                    for sample, prompt in zip(part, prompts, strict=True)
-                ]
-            except ValueError as error:
-                raise ValueError(f"sample {part[0].id}: {error}") from None
-            contexts.append(Context(prompts[0].preamble, tuple(documents[text] for text in texts), tuple(queries)))
+                    preamble = prompt.preamble
+                    queries.append(Query(sample.id, prompt.question, encode(tokenizer, sample.target, "answers")))
+                except ValueError as error:
+                    raise ValueError(f"sample {sample.id}: {error}") from None
+            contexts.append(Context(preamble, tuple(documents[text] for text in texts), tuple(queries)))
     return contexts

@@ -226,18 +226,15 @@ class _Run:
             part.requires_grad_(True)
             part.grad = None
         optimizer = torch.optim.AdamW(parts, lr=self.lr, weight_decay=0.0)
-        self.best = _copy(self.adapter)
+        self.best, self.waited, self.whole = _copy(self.adapter), 0, True
         self.checkpoint = Checkpoint(self.folder / "checkpoint.safetensors", self.settings) if self.folder else None
-        waited = 0
         teacher_seconds = self.report.teacher_seconds
         kept = self.checkpoint.restore(self.adapter, optimizer) if self.checkpoint is not None and resume else None
         if kept is not None:
-            self.best, self.report, waited = kept
+            self.best, self.report, self.waited = kept
             self.report.teacher_seconds += teacher_seconds
         try:
-            if self.held and not self.report.records:
-                self.report.first_dev = self.report.best_dev = self._look(student, 0.0)
-            self._steps(student, optimizer, waited)
+            self._steps(student, optimizer)
         finally:
             for part, before in zip(parts, given, strict=True):
                 part.requires_grad_(before)
@@ -248,28 +245,42 @@ class _Run:
             for name, tensor in self.best.items():
                 getattr(self.adapter, name).copy_(tensor)
 
-    def _steps(self, student: Student, optimizer: torch.optim.Optimizer, waited: int) -> None:
+    def _steps(self, student: Student, optimizer: torch.optim.Optimizer) -> None:
         report = self.report
         try:
-            while report.steps < len(self.plan) and not report.stopped_early:
+            while True:
+                if self._look_is_due():
+                    self._judge(self._look(student))
+                if report.steps == len(self.plan) or report.stopped_early:
+                    break
                 self._step(student, optimizer)
-                last = report.steps == len(self.plan)
-                if self.held and (report.steps % self.evaluate_every == 0 or last):
-                    found = self._look(student, optimizer.param_groups[0]["lr"])
-                    waited += 1
-                    if report.best_dev is None or found < report.best_dev:
-                        report.best_dev, report.best_step, self.best, waited = (
-                            found,
-                            report.steps,
-                            _copy(self.adapter),
-                            0,
-                        )
-                    report.stopped_early = self.patience is not None and waited >= self.patience and not last
-                if report.steps % self.checkpoint_every == 0 or last or report.stopped_early:
-                    self._keep(optimizer, waited)
+                if report.steps % self.checkpoint_every == 0:
+                    self._keep(optimizer)
         except KeyboardInterrupt:
-            self._keep(optimizer, waited)  # a step counts only when it is whole
+            if self.whole:
+                self._keep(optimizer)
             raise
+        self._keep(optimizer)
+
+    def _look_is_due(self) -> bool:
+        """Whether the dev split was not looked at yet after this step, and should be (also right after a resume)."""
+        report = self.report
+        looked = any(one.split == "dev" and one.step == report.steps for one in report.records)
+        due = report.steps % self.evaluate_every == 0 or report.steps == len(self.plan)
+        return bool(self.held) and due and not looked
+
+    def _judge(self, found: float) -> None:
+        """Keep the soft tokens if they are the best so far, and see whether it is time to stop."""
+        report = self.report
+        if report.steps == 0:
+            report.first_dev = found
+        if report.best_dev is None or found < report.best_dev:
+            report.best_dev, report.best_step = found, report.steps
+            self.best, self.waited = _copy(self.adapter), 0
+        else:
+            self.waited += 1
+        ended = report.steps == len(self.plan)
+        report.stopped_early = self.patience is not None and self.waited >= self.patience and not ended
 
     def _step(self, student: Student, optimizer: torch.optim.Optimizer) -> None:
         report, begin = self.report, time.perf_counter()
@@ -285,12 +296,13 @@ class _Run:
             self.processes.add_up(part.grad)
         rate = _rate(report.steps, len(self.plan), self.lr, self.warmup)
         optimizer.param_groups[0]["lr"] = rate
-        optimizer.step()
         loss = self.processes.sum(total) / count
         if loss != loss:
             raise ValueError(
                 f"the loss is no number after {report.steps} steps: lower lr ({self.lr}), or train in float32"
             )
+        self.whole = False  # until the step counts
+        optimizer.step()
         took = time.perf_counter() - begin
         report.steps += 1
         report.seconds += took
@@ -298,9 +310,10 @@ class _Run:
         tokens += self.adapter.tokens * sum(len(self.contexts[index].documents) for index in batch)
         record = StepRecord(report.steps, "train", loss, rate, report.seconds, tokens / took)
         report.records.append(record)
+        self.whole = True
         self._tell("train", report.steps, len(self.plan), record)
 
-    def _look(self, student: Student, rate: float) -> float:
+    def _look(self, student: Student) -> float:
         """Loss on the dev split."""
         begin, total, count = time.perf_counter(), 0.0, 0
         first = len(self.contexts)
@@ -309,15 +322,16 @@ class _Run:
             total, count = total + loss, count + tokens
         found = self.processes.sum(total) / self.processes.sum(count)
         self.report.seconds += time.perf_counter() - begin
+        rate = self.report.records[-1].lr if self.report.records else 0.0
         record = StepRecord(self.report.steps, "dev", found, rate, self.report.seconds)
         self.report.records.append(record)
         self._tell("dev", self.report.steps, len(self.plan), record)
         return found
 
-    def _keep(self, optimizer: torch.optim.Optimizer, waited: int) -> None:
+    def _keep(self, optimizer: torch.optim.Optimizer) -> None:
         if self.checkpoint is None or not self.processes.is_main:
             return
-        self.checkpoint.save(self.adapter, optimizer, self.best, self.report, waited)
+        self.checkpoint.save(self.adapter, optimizer, self.best, self.report, self.waited)
         self.write()
 
     def write(self, *, final: bool = False) -> None:

@@ -60,7 +60,7 @@ class Answer:
             others = log_q.scatter(-1, ids, float("-inf"))
             log_q = torch.cat((kept, torch.logsumexp(others, -1, keepdim=True)), -1)
         p = log_p.exp()
-        return torch.where(p > 0, p * (log_p - log_q), torch.zeros_like(p)).sum()
+        return torch.where(p == 0, torch.zeros_like(p), p * (log_p - log_q)).sum()
 
 
 class Teacher:

@@ -1,0 +1,198 @@
+# Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
+"""`kvspeed train-adapter`: soft tokens for a model, from questions about documents."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvspeed.cli.common import Debug, DType, Fault, ModelName, check_depth, guarded, load_model, stderr, stdout
+
+if TYPE_CHECKING:
+    from kvspeed.packet import PacketAdapter
+    from kvspeed.packet.train import StepRecord
+    from kvspeed.samples import Sample
+
+_MOST_QUESTIONS = {"biography": 6, "multihop": 4, "niah-multikey": 4}  # of one context, where a task has several
+
+
+@guarded
+def train_adapter(
+    out: Annotated[
+        Path,
+        typer.Option("--out", help="Folder for adapter.safetensors, the curve, checkpoint and the teacher's answers."),
+    ],
+    samples: Annotated[
+        list[Path] | None,
+        typer.Option("--samples", help="JSON Lines with documents, question, answers. May be repeated."),
+    ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option("--tasks", help="Generated tasks instead, or as well: biography,niah,niah-multikey,multihop."),
+    ] = None,
+    contexts: Annotated[
+        int, typer.Option("--contexts", min=1, help="Of generated tasks: sets of documents, each with some questions.")
+    ] = 256,
+    dev_samples: Annotated[
+        Path | None, typer.Option("--dev-samples", help="JSON Lines to stop early by; else a share is held out.")
+    ] = None,
+    dev: Annotated[float, typer.Option("--dev", help="Share of the samples to hold out; 0 for none.")] = 0.1,
+    model: ModelName = None,
+    adapter: Annotated[
+        Path | None, typer.Option("--adapter", help="Begin with these soft tokens, not with random ones.")
+    ] = None,
+    header: Annotated[int, typer.Option("--header", min=0, help="Soft tokens before a document.")] = 8,
+    trailer: Annotated[int, typer.Option("--trailer", min=0, help="Soft tokens after it.")] = 8,
+    loss: Annotated[str, typer.Option("--loss", help="kl or ce.")] = "kl",
+    lr: Annotated[float, typer.Option("--lr", help="Highest learning rate; 5e-4 suits models of 4B to 8B.")] = 5e-3,
+    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Samples a step.")] = 16,
+    epochs: Annotated[int, typer.Option("--epochs", min=1, help="Passes over the samples.")] = 4,
+    steps: Annotated[int | None, typer.Option("--steps", min=1, help="Steps in all, instead of --epochs.")] = None,
+    patience: Annotated[
+        int | None, typer.Option("--patience", min=1, help="Looks at the dev split without a better loss; then stop.")
+    ] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", min=1, help="The most tokens of a teacher's answer.")
+    ] = 64,
+    k: Annotated[int | None, typer.Option("--k", help="SPEED depth at which the packets will be used.")] = None,
+    bf16: Annotated[bool, typer.Option("--bf16", help="Frozen layers' products in bfloat16.")] = False,
+    recompute: Annotated[
+        bool, typer.Option("--recompute", help="Keep one document's activations at a time (less memory, slower).")
+    ] = False,
+    seed: Annotated[int, typer.Option("--seed", help="Of the soft tokens, generated samples and their order.")] = 0,
+    resume: Annotated[
+        bool, typer.Option("--resume/--no-resume", help="Go on from the checkpoint in --out, or start anew.")
+    ] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    dtype: DType = None,
+    debug: Debug = False,
+) -> None:
+    """Train packet adapters: soft tokens that make packets answer as the model does with all documents before it.
+
+    The model's own answers are computed once and kept in --out; an interrupted run goes on where it was. On several
+    processes: accelerate launch --num_processes 2 -m kvspeed train-adapter ...
+    """
+    from kvspeed import train_adapter as train
+
+    if loss not in ("kl", "ce"):
+        raise Fault(f"--loss: got {loss!r}, choose kl or ce")
+    if out.exists() and not out.is_dir():
+        raise Fault(f"--out: {out} is a file; give a folder")
+    given = _samples(samples or [], tasks, contexts, seed)
+    held: Any = _read(dev_samples, "--dev-samples") if dev_samples is not None else dev
+    network, tokenizer, name = load_model(model, dtype)
+    check_depth(k, network)
+    soft = _adapter(network, adapter, header, trailer, seed)
+    with _bars() as progress:
+        report = train(
+            network,
+            tokenizer,
+            given,
+            soft,
+            dev=held,
+            loss=loss,  # type: ignore[arg-type]
+            lr=lr,
+            batch_size=batch_size,
+            epochs=epochs,
+            steps=steps,
+            patience=patience,
+            max_new_tokens=max_new_tokens,
+            k=k,
+            dtype="bf16" if bf16 else None,
+            recompute=recompute,
+            seed=seed,
+            folder=out,
+            resume=resume,
+            progress=progress,
+        )
+    if as_json:
+        print(json.dumps({"model": name, "adapter": str(out / "adapter.safetensors"), **asdict(report)}, indent=2))
+        return
+    stdout().print(f"{name}: {report}", soft_wrap=True, markup=False)
+    stdout().print(f"written  {out / 'adapter.safetensors'}", soft_wrap=True, markup=False)
+
+
+def _samples(files: list[Path], tasks: str | None, contexts: int, seed: int) -> list[Sample]:
+    """The samples of all files, then the generated ones, tasks taking turns."""
+    if not files and not tasks:
+        raise Fault("--samples: no samples; name a file of JSON Lines, or generated tasks with --tasks")
+    found = [sample for file in files for sample in _read(file, "--samples")]
+    names = [part.strip() for part in (tasks or "").split(",") if part.strip()]
+    return found + (generated(names, contexts, seed) if names else [])
+
+
+def generated(names: list[str], contexts: int, seed: int, split: str = "train") -> list[Sample]:
+    """`contexts` contexts of the tasks `names` in turn, each with as many questions as is cheap."""
+    from kvspeed.eval.tasks import GENERATED
+
+    for name in names:
+        if name not in GENERATED:
+            raise Fault(f"--tasks: got {name!r}, choose from {', '.join(GENERATED)}")
+    groups: list[list[list[Sample]]] = []
+    for name in names:
+        questions = _MOST_QUESTIONS.get(name, 1)
+        options = {"questions_per_context": questions} if questions > 1 else {}
+        made = GENERATED[name](-(-contexts // len(names)) * questions, seed=seed, split=split, **options)
+        groups.append([made[start : start + questions] for start in range(0, len(made), questions)])
+    turns = [group for turn in zip(*groups, strict=True) for group in turn]
+    return [sample for group in turns[:contexts] for sample in group]
+
+
+def _read(file: Path, option: str) -> list[Sample]:
+    from kvspeed.samples import read_samples
+
+    if not file.is_file():
+        raise Fault(f"{option}: there is no file {file}")
+    return read_samples(file)
+
+
+def _adapter(network: Any, file: Path | None, header: int, trailer: int, seed: int) -> PacketAdapter:
+    from kvspeed.packet import PacketAdapter
+
+    if file is None:
+        return PacketAdapter.for_model(network, header, trailer, seed=seed)
+    if not file.is_file():
+        raise Fault(f"--adapter: {file} is not a file; give what PacketAdapter.save wrote")
+    return PacketAdapter.load(file, network)
+
+
+@contextmanager
+def _bars() -> Iterator[Callable[[str, int, int, StepRecord | None], None]]:
+    """A bar for the teacher, one for the steps; where stderr is no terminal, a line now and then."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = stderr()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        rows = {"teacher": bar.add_task("teacher's answers", total=None)}
+        last: dict[str, float] = {}
+
+        def tell(what: str, done: int, total: int, record: StepRecord | None) -> None:
+            if what == "teacher":
+                bar.update(rows["teacher"], completed=done, total=total)
+                if done in (1, total) or done % 50 == 0:
+                    _line(f"teacher's answers: {done} of {total} contexts")
+                return
+            assert record is not None
+            if "train" not in rows:
+                rows["train"] = bar.add_task("training", total=total)
+            last[what] = record.loss
+            said = f", dev {last['dev']:.4f}" if "dev" in last else ""
+            text = f"loss {last.get('train', record.loss):.4f}{said}, {record.tokens_per_s:.0f} tokens/s"
+            bar.update(rows["train"], completed=done, total=total, description=text)
+            if what == "dev":
+                _line(f"step {done} of {total}: dev {record.loss:.4f} after {record.seconds:.0f} s")
+            elif done % 10 == 0 or done == 1:
+                _line(f"step {done} of {total}: loss {record.loss:.4f}, {record.tokens_per_s:.0f} tokens/s")
+
+        def _line(text: str) -> None:
+            if not console.is_terminal:
+                console.print(text, soft_wrap=True, markup=False)
+
+        yield tell

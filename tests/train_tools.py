@@ -1,0 +1,64 @@
+# Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
+"""What the tests of training share: a tiny model that is asked about random words, and dense oracles."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from kvspeed.packet.train.contexts import Context, Query
+from kvspeed.packet.train.teacher import Answer
+from kvspeed.samples import Sample
+from packet_tools import CHAT_TEMPLATE, block_mask, embed, masked_logits, random_text, tiny_tokenizer
+from tiny_models import EOS, tiny_model
+
+
+def asked_model(architecture: str = "llama", **settings: Any) -> tuple[Any, Any]:
+    """(model, tokenizer) with an end token and a chat template."""
+    model = tiny_model(architecture, **settings)
+    model.generation_config.eos_token_id = EOS
+    return model, tiny_tokenizer(template=CHAT_TEMPLATE)
+
+
+def random_samples(count: int, *, per_context: int = 1, seed: int | None = None) -> list[Sample]:
+    """`count` samples of random words; `per_context` neighbours have the same documents."""
+    rng = random.Random(seed if seed is not None else random.random())
+
+    def words(least: int, most: int) -> str:
+        return random_text(rng.randint(least, most), seed=rng.randrange(10**6))
+
+    samples = []
+    for index in range(count):
+        if index % per_context == 0:
+            documents = tuple(words(1, 9) for _ in range(rng.randint(1, 4)))
+        samples.append(Sample(f"s{index}", documents, words(1, 5), (words(1, 3),)))
+    return samples
+
+
+def random_context(queries: int = 2, *, preamble: int = 4, documents: tuple[int, ...] = (5, 1, 7)) -> Context:
+    def ids(count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(3, 512, (count,)).tolist())
+
+    asked = tuple(Query(f"q{i}", ids(int(torch.randint(1, 6, ()))), ids(2)) for i in range(queries))
+    return Context(ids(preamble), tuple(ids(length) for length in documents), asked)
+
+
+def random_answers(context: Context, vocab: int = 512) -> list[Answer]:
+    """Answers of different lengths with a distribution each."""
+    found = []
+    for _ in context.queries:
+        count = int(torch.randint(1, 5, ()))
+        tokens = tuple(torch.randint(3, vocab, (count,)).tolist())
+        found.append(Answer(tokens, torch.log_softmax(2 * torch.randn(count, vocab), -1), None))
+    return found
+
+
+def dense_logits(model: Any, context: Context, answer: Answer, index: int, adapter: Any, **upper: Any) -> torch.Tensor:
+    """The answer's logits by one forward of the whole sequence under a dense block mask. No gradient."""
+    blocks = [embed(model, context.preamble)] if context.preamble else []
+    blocks += [adapter.wrap(embed(model, ids)).detach() for ids in context.documents]
+    blocks.append(embed(model, [*context.queries[index].question, *answer.tokens]))
+    lengths = [len(block) for block in blocks]
+    logits = masked_logits(model, torch.cat(blocks), block_mask(lengths), **upper)
+    return logits[-len(answer.tokens) - 1 : -1]
