@@ -12,7 +12,9 @@ from kvspeed import __version__
 from kvspeed.cli.ask import ask
 from kvspeed.cli.demo import demo
 from kvspeed.cli.doctor import doctor
+from kvspeed.cli.evaluate import app as evaluate
 from kvspeed.cli.pack import pack
+from kvspeed.cli.train_adapter import train_adapter
 
 __all__ = ["app", "main"]
 
@@ -28,6 +30,8 @@ app.command()(demo)
 app.command()(doctor)
 app.command()(pack)
 app.command()(ask)
+app.command("train-adapter")(train_adapter)
+app.add_typer(evaluate, name="eval")
 
 
 def _version(asked: bool) -> None:
