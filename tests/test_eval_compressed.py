@@ -73,7 +73,9 @@ def test_no_documents(context):
         assert method.stored_bytes(prepared) == 0
 
 
-@pytest.mark.parametrize("name", ["packet+cur-100", "single+tova-200", "packet+snap-30", "packet+cur", "single+cur-30-whole"])
+@pytest.mark.parametrize(
+    "name", ["packet+cur-100", "single+tova-200", "packet+snap-30", "packet+cur", "single+cur-30-whole"]
+)
 def test_refused_names(name):
-    with pytest.raises(ValueError, match="ratio|not known"):
+    with pytest.raises(ValueError, match=r"ratio|not known"):
         get_method(name)

@@ -276,7 +276,9 @@ def test_turns_crops_and_rows(tokenizer):
             torch.testing.assert_close(row, want[:QUESTION], atol=ATOL, rtol=1e-4)
         cache.reset()
         assert cache.get_seq_length() == 0
-        assert torch.equal(cached_logits(model, cache, question, answer), cached_logits(model, _new(model), question, answer))
+        assert torch.equal(
+            cached_logits(model, cache, question, answer), cached_logits(model, _new(model), question, answer)
+        )
 
 
 def _new(model):

@@ -32,14 +32,14 @@ def as_press(press: Any) -> Press:
         return press
     if not any(kind.__module__.partition(".")[0] == "kvpress" for kind in type(press).__mro__):
         raise TypeError(
-            f"press: expected a press of kvspeed.packet.press, or one of kvpress, got {type(press).__name__}; for names "
-            'such as "cur-30" there is press_from_name'
+            f"press: expected a press of kvspeed.packet.press, or one of kvpress, got {type(press).__name__}; for "
+            'names such as "cur-30" there is press_from_name'
         )
     scorers = [kind for kind in type(press).__mro__ if kind.__name__ == "ScorerPress"]
     if not scorers or type(press).compress is not scorers[0].compress:  # type: ignore[attr-defined]
         raise ValueError(
-            f"press: {type(press).__name__} does more than give scores, and a packet keeps equally many tokens in every "
-            "layer and head, unchanged: use a kvpress.ScorerPress that has no compress of its own"
+            f"press: {type(press).__name__} does more than give scores, and a packet keeps equally many tokens in "
+            "every layer and head, unchanged: use a kvpress.ScorerPress that has no compress of its own"
         )
     return KvpressPress(press.compression_ratio, inner=press)
 
