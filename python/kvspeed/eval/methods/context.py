@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal, TypeVar
@@ -228,7 +229,7 @@ class Context:
     def _alone(self, ids: Sequence[int], before: Sequence[int]) -> Block:
         self.check_room(len(before) + len(ids))
         tokens = torch.tensor([[*before, *ids]], device=self.device)
-        with evaluating(self.model):
+        with self.evaluating():
             keys, values, _, _ = prompt_kv(self.model, input_ids=tokens)
         if before:
             keys, values = (t[:, :, len(before) :].clone() for t in (keys, values))
@@ -262,8 +263,8 @@ class Context:
         if begins is None:
             begins = list(accumulate((block.length for block in blocks[:-1]), initial=0))
         offsets = [begin - block.start for begin, block in zip(begins, blocks, strict=True)]
+        devices = layer_devices(self.model)
         if mode == "view":
-            devices = layer_devices(self.model)
             per_layer = [
                 [
                     Segment(block.keys[index].to(device), block.values[index].to(device), offset, start=block.start)
@@ -273,6 +274,11 @@ class Context:
             ]
             cache.set_segments(per_layer, length)
             return cache
+        if len(set(devices)) > 1:
+            raise ValueError(
+                f"methods that recompute tokens copy all layers in one launch, and this model is spread over "
+                f"{len(set(devices))} devices: load it on one"
+            )
         shape = (self.shape.layers, self.shape.kv_heads, slots, self.shape.head_dim)
         keys, values = (ops.empty_huge(shape, self.dtype, self.device) for _ in range(2))
         ops.rope_concat(
@@ -292,8 +298,12 @@ class Context:
         """The model on `ids` after what `cache` holds; logits `[vocab]` of the last one."""
         tokens = torch.tensor([list(ids)], device=self.device)
         given = {"input_ids": tokens, "use_cache": True, "logits_to_keep": 1, cache_argument(self.base): cache}
-        with evaluating(self.model):
+        with self.evaluating():
             return self.model(**given).logits[0, -1]
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """The model without dropout inside the block; nothing to do, and no time spent, where it is in eval mode."""
+        return evaluating(self.model) if self.model.training else nullcontext()
 
 
 def _bytes_of(value: Any) -> int:

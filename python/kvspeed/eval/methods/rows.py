@@ -25,7 +25,6 @@ from kvspeed.eval.methods.context import Context
 from kvspeed.eval.methods.rowset import RowSet
 from kvspeed.eval.methods.work import Work
 from kvspeed.models import attention_modules, cache_argument
-from kvspeed.packet.build import evaluating
 
 __all__ = ["Before", "Choice", "Counted", "Pass", "Probe", "Watcher", "recompute"]
 
@@ -242,7 +241,7 @@ def recompute(
     places = run.rows.index if positions is None else torch.tensor(list(positions), device=context.device)
     name = cache_argument(context.base)
     tokens = torch.tensor([given], device=context.device)
-    with _rows_attention(context, choices or {}), evaluating(context.model):
+    with _rows_attention(context, choices or {}), context.evaluating():
         logits = context.model(
             input_ids=tokens,
             position_ids=places[None],
