@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -138,12 +139,10 @@ def greedy(
     """
     if any(window is not None for window in context.shape.windows):
         return decode(context, logits, cache, max_new_tokens=max_new_tokens)  # such layers forget, and cannot be cut
-    tokens = [int(logits.argmax())]
-    while len(tokens) < max_new_tokens and tokens[-1] not in context.eos:
+    ends, tokens = context.eos, [int(logits.argmax())]
+    while len(tokens) < max_new_tokens and tokens[-1] not in ends:
         draft = next((list(d) for d in drafts if len(d) > len(tokens) and list(d[: len(tokens)]) == tokens), tokens)
-        ahead = draft[len(tokens) - 1 : max_new_tokens - 1]
-        if ahead[-1] in context.eos:
-            ahead = ahead[:-1]
+        ahead = list(takewhile(lambda token: token not in ends, draft[len(tokens) - 1 : max_new_tokens - 1]))
         held = cache.get_seq_length()
         chosen = _choices(context, ahead, cache)
         kept = 1
