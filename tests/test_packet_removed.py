@@ -296,3 +296,20 @@ def test_files_keep_the_survivors(tokenizer, tmp_path):
     doubled[1, 1, 0] = doubled[1, 1, 2]
     with pytest.raises(ValueError, match="same position"):
         changed(packet, positions=doubled)
+
+
+@pytest.mark.parametrize("mode", ["view", "copy"])
+def test_the_kernels_of_gpus(tokenizer, mode):
+    """The CUDA kernels, run by the emulator, on what presses leave."""
+    from backends import running
+
+    options = dict(layers=2, head_dim=64, dtype=torch.bfloat16)
+    model = patch_model(tiny_model("qwen3", **options))
+    parts = blocks(model, tokenizer)
+    question, answer = ids(QUESTION), ids(ANSWER, 1)
+    want = cached_logits(model, assemble(parts[1:], model=model, preamble=parts[0], mode=mode), question, answer)
+    with running("simt"):
+        cache = assemble(parts[1:], model=model, preamble=parts[0], mode=mode)
+        got = cached_logits(model, cache, question, answer)
+    assert (got.float() - want.float()).abs().max() < 0.1 * want.float().std()
+    assert not torch.equal(got, want)  # the emulator did run

@@ -75,12 +75,12 @@ class KVCache(DynamicCache):
         self,
         per_layer: Sequence[Sequence[Segment]],
         length: int,
-        survivors: Sequence[Sequence[torch.Tensor | None]] | None = None,
+        survivors: Sequence[torch.Tensor | None] = (),
     ) -> None:
         """View mode: use `per_layer[l]`, the segments of layer l < depth, in place; they cover `length` positions.
 
-        `survivors[l]` says of each segment of which tokens were removed where the others stood before, int32
-        `[H_kv, T]`, and is None for the other segments; None where no segment lacks a token.
+        `survivors` says of each segment of which tokens were removed where the others stood before, int32
+        `[depth, H_kv, T]`, and is None for the other segments; empty where no segment lacks a token.
 
         Raises:
             ValueError: the wrong number of layers, or the cache is not empty.
@@ -89,9 +89,7 @@ class KVCache(DynamicCache):
         if len(per_layer) != self.depth:
             raise ValueError(f"per_layer has {len(per_layer)} layers; this cache keeps prompts in {self.depth} layers")
         for layer, segments in zip(self._layers(), per_layer, strict=False):
-            layer.segments, layer.prefix = list(segments), length
-        for layer, kept in zip(self._layers(), survivors or (), strict=False):
-            layer.survivors = list(kept)
+            layer.segments, layer.prefix, layer.survivors = list(segments), length, survivors
         self.assembled = length
 
     def set_storage(self, keys: torch.Tensor, values: torch.Tensor, length: int, removed: int = 0) -> None:

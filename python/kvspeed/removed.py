@@ -112,9 +112,8 @@ def _dense(layer: SegmentLayer, rope: RopeSpec, index: int, begin: int) -> tuple
             moved_value,
             interleaved=rope.interleaved,
         )
-        if positions is None:
-            positions = torch.arange(key.shape[2], device=key.device).expand(heads, -1)
-        place = positions.long() + (segment.offset - begin)
+        kept = torch.arange(key.shape[2]).expand(heads, -1) if positions is None else positions[index]
+        place = kept.to(key.device, torch.long) + (segment.offset - begin)
         place = torch.where(place < 0, length, place)
         there.scatter_(1, place, True)
         rows = place[None, :, :, None].expand_as(key)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ class SegmentLayer(CacheLayerMixin):
         self._key: torch.Tensor | None = None
         self._value: torch.Tensor | None = None
         self.segments: list[Segment] = []
-        self.survivors: list[torch.Tensor | None] = []  # int32 [H_kv, T] a segment with removed tokens; empty: none has
+        self.survivors: Sequence[torch.Tensor | None] = ()  # see KVCache.set_segments
         self.dense: Any = None  # see kvspeed.removed
         self.prefix = 0  # positions that the segments cover
         self.removed = 0  # positions of an adopted prompt that hold no token; they count as if they came first
@@ -177,7 +178,7 @@ class SegmentLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # its name before transformers 5
 
     def reset(self) -> None:
-        self.segments, self.survivors, self.dense = [], [], None
+        self.segments, self.survivors, self.dense = [], (), None
         self.prefix, self.removed, self.adopted, self.start, self.length = 0, 0, 0, 0, 0
 
     def map_rows(self, rows: torch.Tensor) -> None:

@@ -96,11 +96,8 @@ def _set_segments(cache: KVCache, blocks: list[Packet], starts: list[int], lengt
         [Segment(*placed[id(block)][index], start) for block, start in zip(blocks, starts, strict=True)]
         for index in range(cache.depth)
     ]
-    survivors = None
-    if any(block.positions is not None for block in blocks):
-        kept = {id(block): _survivors_on(block, devices) for block in blocks}
-        survivors = [[kept[id(block)][index] for block in blocks] for index in range(cache.depth)]
-    cache.set_segments(per_layer, length, survivors)
+    pressed = any(block.positions is not None for block in blocks)
+    cache.set_segments(per_layer, length, [block.positions for block in blocks] if pressed else ())
 
 
 def _layers_on(block: Packet, devices: list[torch.device]) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -110,13 +107,6 @@ def _layers_on(block: Packet, devices: list[torch.device]) -> list[tuple[torch.T
         layers = slice(len(placed), len(placed) + len(list(run)))
         placed += zip(block.keys[layers].to(device), block.values[layers].to(device), strict=True)
     return placed
-
-
-def _survivors_on(block: Packet, devices: list[torch.device]) -> list[torch.Tensor | None]:
-    """Where the survivors of each layer stand, on its device; None for a packet with all its tokens."""
-    if block.positions is None:
-        return [None] * len(devices)
-    return [positions.to(device) for positions, device in zip(block.positions, devices, strict=True)]
 
 
 def _set_storage(
