@@ -22,7 +22,8 @@ class Oracle:
         self.weights = {name: weight.detach().double() for name, weight in model.named_parameters()}
         self.layers, self.size = self.config.num_hidden_layers, self.config.head_dim
         self.heads, self.kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
-        theta = self.config.rope_parameters["rope_theta"]
+        rope = getattr(self.config, "rope_parameters", None)  # transformers 5
+        theta = rope["rope_theta"] if rope else self.config.rope_theta
         self.frequencies = theta ** (-torch.arange(0, self.size, 2).double() / self.size)
 
     def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:

@@ -91,6 +91,22 @@ def test_a_tensor_of_rows_is_the_same_as_a_list(monkeypatch):
     assert torch.allclose(out.double(), dense(rows, query, key, value, scale=0.3), atol=2e-5)
 
 
+@pytest.mark.parametrize("kind", ["scattered", "dense", "one"])
+@pytest.mark.parametrize("kept", [True, False])
+def test_rows_that_only_the_device_knows(kind, kept, monkeypatch):
+    """As on a GPU after a choice there: nothing asks for a number, and all keys are masked; masks kept or not."""
+    monkeypatch.setattr(rowset, "_MASK_BYTES", 1 << 30 if kept else 0)
+    monkeypatch.setattr(rowset, "_CPU_BLOCK", (16, 16))
+    rows = KINDS[kind]()
+    query, key, value = states(len(rows), 150)
+    one = RowSet(torch.tensor(rows), CPU)
+    one._host = None
+    for _ in range(2):
+        out = one.attend(query, key, value, scale=0.3)
+        assert torch.allclose(out.double(), dense(rows, query, key, value, scale=0.3), atol=2e-5)
+    assert bool(one._masks) == kept
+
+
 def test_runs_pairs_and_writing():
     rows = [2, 3, 4, 9, 11, 12]
     one = RowSet(rows, CPU)

@@ -23,6 +23,7 @@ __all__ = ["RowSet"]
 _SHORT_RUN = 8  # mean length of runs from which one kernel call a run pays
 _CPU_BLOCK = (32, 256)  # rows that are masked together: few waste less on keys that they do not see
 _GPU_BLOCK = 1024
+_MASK_BYTES = 1 << 30  # masks up to this size are kept for the next layer; larger ones are made again
 _PADDED = 1 / 4  # of a prompt: up to here, queries for the keys before a run are cheaper than a mask
 
 
@@ -141,7 +142,7 @@ class RowSet:
         return out
 
     def _mask(self, first: int, last: int, keys: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """Additive `[last - first, keys]`, made once for all layers."""
+        """Additive `[last - first, keys]`, made once for all layers where there is room."""
         found = self._masks.get((first, window, dtype))
         if found is None or found.shape != (last - first, keys):
             rows, columns = self.index[first:last, None], torch.arange(keys, device=self.index.device)
@@ -149,7 +150,8 @@ class RowSet:
             if window is not None:
                 seen &= columns > rows - window
             found = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
-            self._masks[first, window, dtype] = found
+            if len(self) * keys * found.element_size() <= _MASK_BYTES:
+                self._masks[first, window, dtype] = found
         return found
 
 
