@@ -59,7 +59,7 @@ class Backend(Protocol):
         """Names of the folders below the root; none where there is no root yet."""
 
     def is_empty(self) -> bool:
-        """Whether there is nothing at all at the root, or no root."""
+        """Whether there is nothing at the root but hidden and unfinished files, or no root."""
 
     def entries(self, folder: str) -> Iterator[Entry]:
         """The packets of a folder."""

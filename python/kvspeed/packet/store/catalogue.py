@@ -98,8 +98,9 @@ class Catalogue:
 
     def entries(self, recipe: Recipe | None) -> Iterator[Entry]:
         """The packets of one recipe, of all where it is None."""
-        found = self.backend.entries(recipe.name) if recipe is not None else all_entries(self.backend)
-        return (entry for entry in found if is_id(entry.id))
+        if recipe is None:
+            return iter(all_entries(self.backend))
+        return (entry for entry in self.backend.entries(recipe.name) if is_id(entry.id))
 
     def find(self, id: str, recipe: Recipe | None) -> Entry | None:
         """The file of a packet, looked for under all recipes where `recipe` is None."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
+import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvspeed.packet.store.backend import ENDING, Entry
-from kvspeed.packet.store.errors import reaching
+from kvspeed.packet.store.errors import StoreError, reaching
 from kvspeed.packet.tensorfile import Encoded
 
 try:
@@ -66,14 +67,16 @@ class LocalBackend:
         return sorted(entry.name for entry in self._scan(self.root) if entry.is_dir())
 
     def is_empty(self) -> bool:
-        return next(self._scan(self.root), None) is None
+        # hidden files do not count: another process may be making the store at this moment, or was killed at it
+        return all(entry.name.startswith(".") for entry in self._scan(self.root))
 
     def entries(self, folder: str) -> Iterator[Entry]:
         for found in self._scan(self.root / folder):
             if found.name.endswith(ENDING) and not found.name.startswith("."):
                 with suppress(FileNotFoundError):  # removed by another process since
                     status = found.stat()
-                    yield Entry(f"{folder}/{found.name}", status.st_size, status.st_mtime_ns)
+                    if stat.S_ISREG(status.st_mode):
+                        yield Entry(f"{folder}/{found.name}", status.st_size, status.st_mtime_ns)
 
     def entry(self, name: str) -> Entry | None:
         try:
@@ -81,7 +84,7 @@ class LocalBackend:
                 status = os.stat(self.root / name)
         except FileNotFoundError:
             return None
-        return Entry(name, status.st_size, status.st_mtime_ns)
+        return Entry(name, status.st_size, status.st_mtime_ns) if stat.S_ISREG(status.st_mode) else None
 
     def _scan(self, folder: Path) -> Iterator[os.DirEntry[str]]:
         try:
@@ -97,14 +100,16 @@ class LocalBackend:
         self._write(self.root / name, encoded.pieces)
 
     def read(self, name: str) -> tuple[Any, Any]:
-        with reaching(self.place, f"read {name} of"), open(self.root / name, "rb") as file:
+        with reaching(self.place, f"read {name} of"), open(self.root / name, "rb", opener=_open_at_once) as file:
             status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise StoreError(f"{self.place}/{name} is no regular file: remove it")
             # private to this process: what a caller wrongly writes to a packet never reaches the file
             buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if status.st_size else bytearray()
         return buffer, (status.st_dev, status.st_ino, status.st_size)
 
     def read_start(self, name: str, count: int) -> bytes:
-        with reaching(self.place, f"read {name} of"), open(self.root / name, "rb") as file:
+        with reaching(self.place, f"read {name} of"), open(self.root / name, "rb", opener=_open_at_once) as file:
             return file.read(count)
 
     def prefetch(self, names: list[str]) -> None:
@@ -242,6 +247,11 @@ class LocalBackend:
     @staticmethod
     def _beside(path: Path, ending: str) -> Path:
         return path.parent / f".{path.name.removesuffix(ENDING)}{ending}"
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """For `open`: a pipe in the place of a file must not make anyone wait."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def _again(action: Callable[[], Result]) -> Result:

@@ -76,7 +76,7 @@ class FsspecBackend:
         return sorted(_last(found["name"]) for found in self._list("") if found["type"] == "directory")
 
     def is_empty(self) -> bool:
-        return not self._list("")
+        return all(_last(entry["name"]).endswith(_TEMPORARY) for entry in self._list(""))
 
     def entries(self, folder: str) -> Iterator[Entry]:
         for found in self._list(folder):

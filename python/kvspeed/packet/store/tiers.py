@@ -10,6 +10,7 @@ from collections.abc import Collection
 from kvspeed.packet.packet import Packet
 from kvspeed.packet.store.backend import Backend, Entry
 from kvspeed.packet.store.errors import StoreFullError
+from kvspeed.packet.store.recipe import is_id, is_recipe_name
 from kvspeed.packet.store.size import show_size
 
 __all__ = ["DiskTier", "MemoryTier"]
@@ -95,8 +96,8 @@ class DiskTier:
             kept = sum(entry.size for entry in entries if entry.id in keep)
             raise StoreFullError(
                 f"disk_limit: is {show_size(self.limit)}, of which packets of this very call take {show_size(kept)}, "
-                f"and one more of {show_size(size)} does not fit into {self.backend.place}: raise the limit, or add fewer "
-                "texts at a time. What was stored before is whole"
+                f"and one more of {show_size(size)} does not fit into {self.backend.place}: raise the limit, or add "
+                "fewer texts at a time. What was stored before is whole"
             )
         return [entry for entry in chosen if self.backend.delete(entry.name)]
 
@@ -117,10 +118,9 @@ class DiskTier:
 
 
 def all_entries(backend: Backend) -> list[Entry]:
-    """The packets of all recipes."""
-    from kvspeed.packet.store.recipe import is_recipe_name
-
-    return [entry for folder in backend.folders() if is_recipe_name(folder) for entry in backend.entries(folder)]
+    """The packets of all recipes; what has no packet's name is left alone."""
+    folders = [folder for folder in backend.folders() if is_recipe_name(folder)]
+    return [entry for folder in folders for entry in backend.entries(folder) if is_id(entry.id)]
 
 
 def tensor_bytes(packet: Packet) -> int:
