@@ -202,6 +202,7 @@ def sinks(
             f"{title}: {100 * entry['first_tokens']:.1f} % of the question's attention on documents' first tokens, "
             f"{100 * entry['soft_tokens']:.1f} % on soft tokens",
             markup=False,
+            soft_wrap=True,
         )
 
 
@@ -215,22 +216,18 @@ def _load(
 
     named = dict(_named(entry, "--adapter", default="") for entry in files or [])
     asks = {name.partition("@")[2] for name in methods if getattr(get_method(name.partition("@")[0]), "adapter", False)}
-    adapters: dict[str, PacketAdapter] = {}
+    network, tokenizer, name = load_model(model, dtype)
     if model == "testbed":
-        from kvspeed.testbed import load_testbed
+        from kvspeed.testbed import specialists, testbed_folder
 
-        network, tokenizer, adapters[""] = load_testbed()
-        name = "testbed"
-    else:
-        network, tokenizer, name = load_model(model, dtype)
-    for missing in sorted(asks - set(named) - set(adapters)):
+        shipped = {"": testbed_folder() / "adapter.safetensors", **specialists()}
+        named = {**{key: str(path) for key, path in shipped.items() if key in asks}, **named}
+    for missing in sorted(asks - set(named)):
         title = f"packet@{missing}" if missing else "packet"
         example = f"{missing}=FILE" if missing else "FILE"
         raise Fault(f"--methods: {title} needs a trained adapter: give --adapter {example}, from kvspeed train-adapter")
     patch_model(network)
-    for key, path in named.items():
-        adapters[key] = PacketAdapter.load(path, network)
-    return network, tokenizer, name, adapters
+    return network, tokenizer, name, {key: PacketAdapter.load(path, network) for key, path in named.items()}
 
 
 def _named(entry: str, option: str, default: str | None = None) -> tuple[str, str]:

@@ -1,0 +1,157 @@
+# Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
+"""`kvspeed eval` on a tiny model: files, going on after an interruption, and refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from cli_tools import refused, run, save_model
+from kvspeed import PacketAdapter
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model") / "tiny", layers=2)
+
+
+@pytest.fixture(scope="module")
+def adapter(model_dir) -> Path:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    PacketAdapter.for_model(model, header=2, trailer=2).save(model_dir / "adapter.safetensors")
+    return model_dir / "adapter.safetensors"
+
+
+SMALL = [
+    "--tasks",
+    "biography:documents=2:facts=1,multihop:pairs=1",
+    "--samples",
+    2,
+    "--max-new-tokens",
+    4,
+    "--timed",
+    1,
+]
+
+
+def evaluated(*arguments):
+    result = run("eval", "packets", *SMALL, *arguments)
+    assert result.exit_code == 0, (result.stderr, result.exception)
+    return result
+
+
+def test_one_command_writes_json_markdown_and_plots(tmp_path, model_dir, adapter):
+    pytest.importorskip("matplotlib")
+    files = ["--json", tmp_path / "r.json", "--markdown", tmp_path / "r.md", "--plots", tmp_path / "plots"]
+    more = [
+        "--adapter",
+        adapter,
+        "--adapter",
+        f"bio={adapter}",
+        "--methods",
+        "full,packet,packet@bio",
+        "--end-to-end",
+        1,
+    ]
+    result = evaluated("--model", model_dir, *files, *more)
+    assert "packet@bio" in result.stdout and "multihop:pairs=1" in result.stdout
+    found = json.loads((tmp_path / "r.json").read_text())
+    assert [row["method"] for row in found["rows"]] == ["full", "packet", "packet@bio"] * 2
+    full, packet, bio = found["rows"][:3]
+    assert packet["f1_each"] == bio["f1_each"] and packet["flops"] < full["flops"]
+    assert packet["ttft_questions"] == 1 and packet["end_to_end_questions"] == 1 and packet["end_to_end_s"] > 0
+    assert set(found["adapters"]) == {"", "bio"} and found["command"][0] == "kvspeed"
+    assert "| packet@bio |" in (tmp_path / "r.md").read_text()
+    assert {path.name for path in (tmp_path / "plots").iterdir()} == {"f1-flops.png", "f1-ttft.png"}
+    again = run("eval", "plot", tmp_path / "r.json", tmp_path / "again")
+    assert again.exit_code == 0 and (tmp_path / "again" / "f1-flops.png").exists()
+
+
+def test_the_same_command_goes_on_and_restart_does_not(tmp_path, model_dir):
+    path = tmp_path / "r.json"
+    given = ["--model", model_dir, "--json", path, "--methods"]
+    evaluated(*given, "full,none")
+    records = path.with_name("r.json.records")
+    before = records.read_text()
+    evaluated(*given, "full,none")
+    assert records.read_text() == before
+    first = json.loads(path.read_text())
+    evaluated(*given, "full,none,nocache")
+    assert records.read_text().startswith(before)
+    more = json.loads(path.read_text())
+    assert [row for row in more["rows"] if row["method"] != "nocache"] == first["rows"]
+    evaluated(*given, "full", "--restart")
+    assert len(records.read_text().splitlines()) == 1 + 4
+
+
+def test_shards_then_a_report(tmp_path, model_dir):
+    path = tmp_path / "r.json"
+    given = ["--model", model_dir, "--json", path, "--methods", "nocache"]
+    for index in range(2):
+        result = evaluated(*given, "--shard", f"{index}/2")
+        assert not path.exists() and "without --shard" in result.stderr
+    evaluated(*given)
+    assert [row["questions"] for row in json.loads(path.read_text())["rows"]] == [2, 2]
+    assert len(path.with_name("r.json.records").read_text().splitlines()) == 1 + 4
+
+
+def test_the_list_needs_no_model():
+    result = run("eval", "packets", "--list")
+    assert result.exit_code == 0 and "multihop" in result.stdout and "cacheblend-<n>" in result.stdout
+
+
+def test_where_the_question_looks(tmp_path, model_dir, adapter):
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "sinks.png"
+    task = ["--task", "biography:documents=2:facts=1", "--samples", 2]
+    result = run("eval", "sinks", file, "--model", model_dir, "--adapter", adapter, *task)
+    assert result.exit_code == 0, (result.stderr, result.exception)
+    assert result.stdout.count("on soft tokens") == 3 and file.read_bytes()[:4] == b"\x89PNG"
+    numbers = json.loads((tmp_path / "sinks.png.json").read_text())
+    assert numbers["packets with adapter"]["soft_tokens"] > 0 and numbers["full attention"]["soft_tokens"] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--tasks", "needles"], "tasks: there is no task 'needles'"),
+        (["--tasks", "biography:size=2"], "biography has no option 'size'"),
+        (["--methods", "full", "--tasks", "biography:documents=0"], "documents: got 0"),
+        (["--methods", "ful"], "method: 'ful' is not known"),
+        (["--methods", "full,full"], "full is given twice"),
+        (["--methods", "packet"], "--methods: packet needs a trained adapter"),
+        (["--methods", "packet@bio"], "packet@bio needs a trained adapter: give --adapter bio=FILE"),
+        (["--methods", "packet", "--adapter", "missing.safetensors"], "missing.safetensors"),
+        (["--methods", "full", "--shard", "2/2"], "shard: got 2 of 2"),
+        (["--methods", "full", "--shard", "half"], "--shard: got 'half'"),
+        (["--methods", "full", "--split", "valid"], "split: got 'valid'"),
+        (["--methods", "full", "--tasks", "musique:path=/nowhere.jsonl"], "/nowhere.jsonl"),
+    ],
+)
+def test_refusals(model_dir, arguments, words):
+    assert words in refused(run("eval", "packets", "--model", model_dir, "--samples", 1, *arguments))
+
+
+def test_an_adapter_of_another_model(tmp_path, model_dir):
+    PacketAdapter(128).save(tmp_path / "wide.safetensors")
+    result = run(
+        "eval", "packets", "--model", model_dir, "--methods", "packet", "--adapter", tmp_path / "wide.safetensors"
+    )
+    assert "hidden size 128" in refused(result)
+
+
+def test_records_of_another_run(tmp_path, model_dir):
+    path = tmp_path / "r.json"
+    evaluated("--model", model_dir, "--json", path, "--methods", "nocache")
+    other = save_model(tmp_path / "other", "qwen3", layers=2)
+    words = refused(run("eval", "packets", *SMALL, "--model", other, "--json", path, "--methods", "nocache"))
+    assert "belongs to another run" in words and "--restart" in words
+
+
+def test_a_report_that_is_none(tmp_path):
+    (tmp_path / "r.json").write_text("{}")
+    assert "is no report" in refused(run("eval", "plot", tmp_path / "r.json", tmp_path / "p"))
+    assert not (tmp_path / "p").exists()
