@@ -146,12 +146,12 @@ def test_leverage(tokens, size, width):
     rows = (keys.double() - keys.double().mean(1, keepdim=True)) @ sketch.double() / math.sqrt(width)
     gram = rows.transpose(1, 2) @ rows + 1e-2 * torch.eye(width, dtype=torch.float64)
     want = torch.einsum("hti,hij,htj->ht", rows, torch.linalg.inv(gram), rows).clamp_min(0)
-    torch.testing.assert_close(leverage(keys, sketch).double(), want, atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(leverage(keys, sketch).double(), want, atol=1e-6, rtol=1e-5)
     layer = layer_kv(tokens=tokens, size=size)
     scores = LeveragePress(0.5, sketch=width).scores(layer)
     assert scores.shape == (2, tokens) and bool(scores.isfinite().all())
     if tokens > 1:
-        assert abs(float(scores.mean())) < 1e-4 and abs(float(scores.std()) - 1) < 1e-3
+        assert abs(float(scores.mean())) < 1e-2 and abs(float(scores.std()) - 1) < 1e-2
 
 
 def test_draws_follow_from_seed_layer_and_text():

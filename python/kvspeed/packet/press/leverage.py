@@ -23,6 +23,8 @@ _TRIES = 5
 class LeveragePress(Press):
     """Leverage scores of the keys before their rotation, centred, and sketched by a random matrix to fewer dimensions.
 
+    They tell tokens apart where there are clearly more of them than dimensions of the sketch.
+
     Attributes:
         sketch: dimensions of the sketch.
         seed: of the random matrix, with the layer and the text.
@@ -58,16 +60,17 @@ def leverage(keys: Tensor, sketch: Tensor) -> Tensor:
         float32 `[H_kv, T]`, none negative.
     """
     width = sketch.shape[-1]
+    keys, sketch = keys.double(), sketch.double()  # few tokens have nearly equal scores, whose order float32 would draw
     rows = (keys - keys.mean(1, keepdim=True)) @ (sketch / math.sqrt(width))
     gram = rows.transpose(1, 2) @ rows
     factor = _cholesky((gram + gram.transpose(1, 2)) / 2)
     solved = torch.cholesky_solve(rows.transpose(1, 2), factor).transpose(1, 2)
-    return (rows * solved).sum(-1).clamp_min(0)
+    return (rows * solved).sum(-1).clamp_min(0).float()
 
 
 def _cholesky(gram: Tensor) -> Tensor:
     """The lower factor of `gram` `[H_kv, S, S]` with just enough on its diagonal: it has no more rank than tokens."""
-    identity = torch.eye(gram.shape[-1], device=gram.device)
+    identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     jitter = _JITTER
     for _ in range(_TRIES):
         factor, failed = torch.linalg.cholesky_ex(gram + jitter * identity)
