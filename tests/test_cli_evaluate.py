@@ -25,16 +25,8 @@ def adapter(model_dir) -> Path:
     return model_dir / "adapter.safetensors"
 
 
-SMALL = [
-    "--tasks",
-    "biography:documents=2:facts=1,multihop:pairs=1",
-    "--samples",
-    2,
-    "--max-new-tokens",
-    4,
-    "--timed",
-    1,
-]
+TASKS = "biography:documents=2:facts=1,multihop:pairs=1"
+SMALL = ["--tasks", TASKS, "--samples", 2, "--max-new-tokens", 4, "--timed", 1]
 
 
 def evaluated(*arguments):
@@ -96,6 +88,32 @@ def test_shards_then_a_report(tmp_path, model_dir):
     evaluated(*given)
     assert [row["questions"] for row in json.loads(path.read_text())["rows"]] == [2, 2]
     assert len(path.with_name("r.json.records").read_text().splitlines()) == 1 + 4
+
+
+def test_a_report_of_what_is_there(tmp_path, model_dir):
+    path = tmp_path / "r.json"
+    assert "there are no records" in refused(run("eval", "packets", "--report-only", "--json", path))
+    given = ["--model", model_dir, "--json", path, "--methods"]
+    evaluated(*given, "nocache")
+    records = path.with_name("r.json.records").read_text()
+    more = ["--samples", 3, *given, "full,nocache", "--report-only"]
+    result = run("eval", "packets", "--tasks", TASKS, "--max-new-tokens", 4, *more)
+    assert result.exit_code == 0
+    assert [(row["method"], row["questions"]) for row in json.loads(path.read_text())["rows"]] == [("nocache", 2)] * 2
+    assert path.with_name("r.json.records").read_text() == records
+
+
+def test_samples_are_those_that_are_asked(tmp_path):
+    from kvspeed import read_samples
+    from kvspeed.eval.tasks import biography, multihop
+
+    file = tmp_path / "s.jsonl"
+    asked = ["--tasks", "biography:documents=2,multihop", "--samples", 4, "--seed", 3, "--questions-per-context", 2]
+    assert run("eval", "samples", file, *asked).exit_code == 0
+    options = {"seed": 3, "split": "train", "questions_per_context": 2}
+    assert read_samples(file) == biography(4, documents=2, **options) + multihop(4, **options)
+    assert "there is no task" in refused(run("eval", "samples", tmp_path / "t.jsonl", "--tasks", "x"))
+    assert not (tmp_path / "t.jsonl").exists()
 
 
 def test_the_list_needs_no_model():

@@ -77,6 +77,9 @@ def packets(
         str, typer.Option("--shard", help="I/N: this process does the I-th (from 0) of N parts; they may run at once.")
     ] = "0/1",
     restart: Annotated[bool, typer.Option("--restart", help="Drop the records of an earlier run.")] = False,
+    report_only: Annotated[
+        bool, typer.Option("--report-only", help="Ask nothing: report what the records of --json hold.")
+    ] = False,
     listing: Annotated[bool, typer.Option("--list", help="Print the tasks and methods, and stop.")] = False,
     dtype: DType = None,
     debug: Debug = False,
@@ -104,13 +107,16 @@ def packets(
     journal = json_file.with_name(json_file.name + ".records") if json_file is not None else None
     if journal is not None and restart:
         journal.unlink(missing_ok=True)
+    if report_only and (journal is None or not journal.is_file()):
+        raise Fault("--report-only: there are no records; give the --json file of an earlier run")
     if plots is not None:
         _check_matplotlib()
     network, tokenizer, name, adapters = _load(model, adapter, dtype, plan.methods)
     runner = Runner(network, tokenizer, plan, adapters=adapters, path=journal, model_name=name)
     try:
-        with progress("asking", runner.steps()) as advance:
-            runner.run(advance)
+        if not report_only:
+            with progress("asking", runner.steps()) as advance:
+                runner.run(advance)
     except KeyboardInterrupt:
         if journal is not None:
             stderr().print(
@@ -128,6 +134,33 @@ def packets(
     _print(found)
     if plan.shard[1] > 1:
         stderr().print("part of a run: when all parts are done, the same command without --shard writes the report")
+
+
+@app.command("samples")
+@guarded
+def write(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="JSON Lines to write.")],
+    tasks: Annotated[str, typer.Option("--tasks", help="As for kvspeed eval packets; one after the other.")],
+    count: Annotated[int, typer.Option("--samples", min=1, help="Questions a task.")] = 256,
+    seed: Seed = 0,
+    split: Split = "train",
+    questions_per_context: Annotated[
+        int,
+        typer.Option("--questions-per-context", min=1, help="Questions on the same documents; cheaper to train on."),
+    ] = 1,
+    debug: Debug = False,
+) -> None:
+    """Write a task's questions to a file, for kvspeed train-adapter or to look at."""
+    from kvspeed.eval.tasks import split_specs
+    from kvspeed.samples import write_samples
+
+    made = [
+        sample
+        for spec in split_specs(tasks)
+        for sample in spec.load(count, seed=seed, split=split, questions_per_context=questions_per_context)
+    ]
+    write_samples(file, made)
+    _say(file)
 
 
 @app.command()

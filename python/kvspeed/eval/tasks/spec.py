@@ -43,7 +43,7 @@ TASKS: dict[str, Callable[..., list[Sample]]] = {
 }
 
 # the most tokens of an answer, where nothing else is asked for
-ANSWER_TOKENS = {"biography": 24, "niah": 24, "niah-multikey": 24, "multihop": 40, "hotpotqa": 48, "musique": 48}
+ANSWER_TOKENS = {"biography": 16, "niah": 16, "niah-multikey": 16, "multihop": 24, "hotpotqa": 48, "musique": 48}
 _STEPS_TOKENS = 256
 
 _OPTION = re.compile(r":(?=[a-z_]+=)")
