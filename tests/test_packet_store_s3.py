@@ -138,7 +138,7 @@ def test_the_server_goes_away_in_the_middle(url, options, monkeypatch):
     """What is stored stays; the message says how far it came; the same call goes on from there."""
     store = open_store(url, storage_options=options)
     texts = some_texts(4)
-    real, count = store._backend.fs.pipe_file, 0
+    real, count = store._shelf.backend.fs.pipe_file, 0
 
     def flaky(path, data, **kwargs):
         nonlocal count
@@ -147,7 +147,7 @@ def test_the_server_goes_away_in_the_middle(url, options, monkeypatch):
             raise ConnectionResetError(104, "Connection reset by peer")
         return real(path, data, **kwargs)
 
-    monkeypatch.setattr(store._backend.fs, "pipe_file", flaky)
+    monkeypatch.setattr(store._shelf.backend.fs, "pipe_file", flaky)
     with pytest.raises(OSError, match=r"Connection reset by peer.*\(2 of 4 packets are stored; the same call again"):
         store.add(texts)
     assert len(store) == 2 and store.verify().ok

@@ -52,7 +52,7 @@ def test_full_packets_count_too(tmp_path):
     store = open_store(tmp_path, dtype="int8")
     (id,) = store.add(some_texts(1))
     small = memory_of(store[id])
-    whole = memory_of(store._full(id, store[id]))
+    whole = memory_of(store._shelf.full(id, store[id]))
     assert whole > 3 * small and store.stats().memory_bytes == small + whole
     del store[id]
     assert store.stats().memory_bytes == 0
@@ -90,7 +90,7 @@ def test_what_is_in_memory_counts_as_used(tmp_path):
     for _ in range(6):  # a flood of new texts
         assert store[hot]
         store.add(some_texts(1))
-        assert hot in store and size_of(tmp_path) <= store._disk.limit
+        assert hot in store and size_of(tmp_path) <= store._shelf.disk.limit
     assert cold not in store and store.counters.loaded == 2
     # adding what is there is a use as well
     store.add(some_texts(1))
@@ -114,7 +114,7 @@ def test_packets_of_one_call_do_not_push_each_other_out(tmp_path):
             store.add(texts)
         assert "\n" not in str(caught.value)
         assert set(store) == {store.id_of(text) for text in texts[:count]}
-        assert size_of(tmp_path / str(count)) <= store._disk.limit and store.verify().ok
+        assert size_of(tmp_path / str(count)) <= store._shelf.disk.limit and store.verify().ok
     store = open_store(tmp_path / "none", disk_limit=size // 2)
     with pytest.raises(OSError, match="disk_limit"):
         store.add(texts)
@@ -181,10 +181,10 @@ def test_the_cache_of_a_url(tmp_path):
         assert str(tmp_path) in maps.read(), "copies are mapped"
     # another process finds the copies, and does not ask for the objects
     again = open_store(url, cache=tmp_path, memory_limit=0)
-    real = again._backend.read
-    again._reader.backend.read = lambda name: pytest.fail("it was fetched again")
+    real = again._shelf.backend.read
+    again._shelf.reader.backend.read = lambda name: pytest.fail("it was fetched again")
     assert [packet.text for packet in again.load(ids)] == texts
-    again._reader.backend.read = real
+    again._shelf.reader.backend.read = real
     del again[ids[0]]
     assert again.stats().cached_packets == 3 and packet.text == texts[0]
     assert store.stats().packets == 3

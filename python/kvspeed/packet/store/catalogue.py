@@ -36,6 +36,8 @@ class Catalogue:
         self.backend = backend
         self._recipes: dict[str, Recipe] = {}
         data = backend.read_small(MARK)
+        if data is None and not backend.is_empty():
+            data = backend.read_small(MARK)  # the mark is written first: another process may have just begun the store
         self.exists = data is not None
         if data is not None:
             self._check_mark(data)
@@ -68,6 +70,7 @@ class Catalogue:
         if not self.exists:
             self.backend.write_small(MARK, json.dumps({"format": FORMAT, "version": VERSION}).encode())
             self.exists = True
+        self.forget(recipe.name)  # another process that tidied may have removed it
         known = self.recipe(recipe.name)
         if known is None:
             self.backend.write_small(f"{recipe.name}/{RECIPE}", recipe.to_json())

@@ -132,8 +132,9 @@ class LocalBackend:
         return True
 
     def touch(self, name: str) -> bool:
+        now = time.time_ns()  # the kernel's own stamps are as coarse as its ticks
         try:
-            os.utime(self.root / name)
+            os.utime(self.root / name, ns=(now, now))
         except FileNotFoundError:
             return False
         except OSError:  # read-only: then nothing is evicted from it either
@@ -236,6 +237,8 @@ class LocalBackend:
                 for piece in pieces:
                     file.write(piece)
                 file.flush()
+                now = time.time_ns()
+                os.utime(temporary, ns=(now, now))
                 os.fsync(file.fileno())
                 os.replace(temporary, path)
         except BaseException:

@@ -4,10 +4,7 @@
 from __future__ import annotations
 
 import os
-import threading
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -16,20 +13,19 @@ from torch import nn
 from kvspeed.cache import KVCache
 from kvspeed.packet.adapter import PacketAdapter
 from kvspeed.packet.assemble import assemble
-from kvspeed.packet.file import encode_packet
 from kvspeed.packet.packet import Packet
-from kvspeed.packet.store.backend import ENDING, Entry, open_backend
+from kvspeed.packet.store.backend import Entry, open_backend
 from kvspeed.packet.store.builder import Builder
-from kvspeed.packet.store.catalogue import Catalogue
-from kvspeed.packet.store.errors import DamagedPacketError, MissingPacketError, StoreError, StoreReadOnlyError
-from kvspeed.packet.store.fetch import Checksums, Reader
+from kvspeed.packet.store.errors import MissingPacketError, StoreError
+from kvspeed.packet.store.fetch import Checksums
 from kvspeed.packet.store.local import LocalBackend
 from kvspeed.packet.store.progress import Progress, reporting
 from kvspeed.packet.store.recipe import Recipe, is_id
+from kvspeed.packet.store.reports import StoreCheck, StoreStats, Tidied
+from kvspeed.packet.store.shelf import Shelf
 from kvspeed.packet.store.size import parse_size
-from kvspeed.packet.store.tiers import DiskTier, MemoryTier, all_entries
-from kvspeed.packet.store.upkeep import Counters, Problem, StoreCheck, StoreStats, Tidied
-from kvspeed.packet.tensorfile import TensorFileError
+from kvspeed.packet.store.tiers import DiskTier, MemoryTier
+from kvspeed.packet.store.upkeep import check_all, count, tidy
 
 __all__ = ["PacketStore"]
 
@@ -96,24 +92,20 @@ class PacketStore:
             raise TypeError("model, tokenizer: give both, or neither for a store that is only looked at")
         if model is None and any(value is not None for value in (adapter, k, press, dtype)):
             raise TypeError("adapter, k, press, dtype: say how packets are made, which needs model and tokenizer")
-        self._builder = Builder(model, tokenizer, adapter, k, press, dtype) if model is not None else None
-        self.recipe = self._builder.recipe if self._builder is not None else None
-        self._device = device
+        builder = Builder(model, tokenizer, adapter, k, press, dtype) if model is not None else None
         limit = parse_size("disk_limit", disk_limit)
-        self._memory = MemoryTier(parse_size("memory_limit", memory_limit))
-        self._backend = open_backend(path_or_url, storage_options)
-        local = isinstance(self._backend, LocalBackend)
+        memory = MemoryTier(parse_size("memory_limit", memory_limit))
+        backend = open_backend(path_or_url, storage_options)
+        local = isinstance(backend, LocalBackend)
         if cache is not None and local:
             raise ValueError("cache: is for URLs; packets in a folder are read where they lie")
         if limit is not None and not local and cache is None:
             raise ValueError("disk_limit: limits a folder, or the cache of a URL: give cache, the folder for copies")
-        self._copies = DiskTier(LocalBackend(cache), limit) if cache is not None else None
-        self._disk = DiskTier(self._backend, limit if local else None)
-        self._reader = Reader(self._backend, self._copies, checksums)
-        self._catalogue = Catalogue(self._backend)
-        self._building = threading.RLock()
-        self._damaged: set[str] = set()  # found so by `add`, to be replaced
-        self.counters = Counters()
+        copies = DiskTier(LocalBackend(cache), limit) if cache is not None else None
+        disk = DiskTier(backend, limit if local else None)
+        self._shelf = Shelf(backend, disk, copies, memory, checksums, builder, device)
+        self.recipe = self._shelf.recipe
+        self.counters = self._shelf.counters
 
     def __repr__(self) -> str:
         made = f", {self.recipe}" if self.recipe is not None else ""
@@ -122,7 +114,7 @@ class PacketStore:
     @property
     def place(self) -> str:
         """The folder or URL."""
-        return self._backend.place
+        return self._shelf.backend.place
 
     # ---- adding ------------------------------------------------------------------------------------------------
 
@@ -152,7 +144,7 @@ class PacketStore:
         """
         builder = self._need_builder("add")
         wanted = builder.ids_of(texts)
-        with self._building:
+        with self._shelf.building:
             if not builder.unchanged():
                 raise ValueError(
                     "the model, its patch or the adapter changed since this store was opened: open the store anew, so "
@@ -162,26 +154,26 @@ class PacketStore:
         return [id for id, _ in wanted]
 
     def _add(self, wanted: dict[str, str], builder: Builder, progress: Progress) -> None:
-        done = 0
+        shelf, done = self._shelf, 0
         with reporting(progress, "packets", len(wanted)) as report:
             try:
                 missing: dict[str, str] = {}
                 for id, text in wanted.items():
-                    if self._is_whole(id):
+                    if shelf.is_whole(id):
                         done += 1
                         report(done)
                     else:
                         missing[id] = text
                 if missing:
-                    self._catalogue.prepare(builder.recipe)
+                    shelf.catalogue.prepare(builder.recipe)
                 for wait in (False, True):  # those that others are at come last
                     for id, text in list(missing.items()):
-                        with self._backend.claim(self._name(id), wait) as claimed:
+                        with shelf.backend.claim(shelf.name(id), wait) as claimed:
                             if not claimed:
                                 continue
-                            if self._backend.entry(self._name(id)) is None or id in self._damaged:
-                                self._store(id, self._make(builder, text), keep=wanted)
-                        self._damaged.discard(id)
+                            if shelf.backend.entry(shelf.name(id)) is None or id in shelf.damaged:
+                                shelf.put(id, shelf.make(builder, text), keep=wanted)
+                        shelf.damaged.discard(id)
                         del missing[id]
                         done += 1
                         report(done)
@@ -190,17 +182,6 @@ class PacketStore:
                 again = type(error)(told)
                 again.errno = error.errno
                 raise again from error
-
-    def _make(self, builder: Builder, text: str) -> Packet:
-        packet = builder.make(text)
-        self.counters.built += 1
-        return packet
-
-    def _store(self, id: str, packet: Packet, keep: Iterable[str]) -> None:
-        encoded = encode_packet(packet)
-        self.counters.evicted += len(self._disk.make_room(encoded.size, frozenset(keep)))
-        self._reader.forget(self._name(id))
-        self._backend.write(self._name(id), encoded)
 
     # ---- reading -----------------------------------------------------------------------------------------------
 
@@ -212,26 +193,15 @@ class PacketStore:
             DamagedPacketError: its file is damaged and could not be rebuilt.
             StoreError: the place cannot be read.
         """
-        packet = self._memory.get(_checked_id(id))
-        if packet is not None:
-            if self._reader.touch(self._name(id)):
-                self.counters.hits += 1
-                return packet
-            self._memory.drop(id)  # another process removed it
-        packet = self._read(id)
-        if self._device is not None:
-            packet = packet.to(self._device)
-        self._memory.put(id, packet)
-        return packet
+        return self._shelf.get(_checked_id(id))
 
     def load(self, ids: Sequence[str]) -> list[Packet]:
         """`[store[id] for id in ids]`, with what comes next fetched ahead."""
         ids = _checked_ids(ids)
         packets = []
         for start in range(0, len(ids), _AHEAD):
-            ahead = [id for id in ids[start : start + _AHEAD] if self._memory.get(id) is None]
-            self._reader.prefetch([self._name(id) for id in dict.fromkeys(ahead)])
-            packets += [self[id] for id in ids[start : start + _AHEAD]]
+            self._shelf.prefetch(ids[start : start + _AHEAD])
+            packets += [self._shelf.get(id) for id in ids[start : start + _AHEAD]]
         return packets
 
     def assemble(
@@ -246,118 +216,13 @@ class PacketStore:
         model = self._need_builder("assemble").model
         packets = self.load(ids)
         if mode == "view":
-            packets = [self._full(id, packet) for id, packet in zip(ids, packets, strict=True)]
+            packets = [self._shelf.full(id, packet) for id, packet in zip(ids, packets, strict=True)]
         return assemble(packets, model=model, preamble=preamble, mode=mode, capacity=capacity)
-
-    def _full(self, id: str, packet: Packet) -> Packet:
-        """The packet in the model's dtype, kept at hand as well where it is stored in fewer bits."""
-        if packet.compute_dtype is None:
-            return packet
-        key = f"{id} full"
-        whole = self._memory.get(key)
-        if whole is None:
-            whole = packet.full()
-            self._memory.put(key, whole)
-        return whole
-
-    def _read(self, id: str, *, verify: bool = False) -> Packet:
-        name = self._name(id)
-        try:
-            packet = self._reader.read(name, verify=verify)
-            self._check(id, name, packet)
-        except FileNotFoundError:
-            raise MissingPacketError(self._catalogue.missing(id, self.recipe)) from None
-        except TensorFileError as error:
-            return self._rebuild(id, error)
-        self._reader.touch(name)
-        self.counters.loaded += 1
-        return packet
-
-    def _check(self, id: str, name: str, packet: Packet) -> None:
-        """Refuse a file that is a packet, but not the one of this name."""
-        recipe = self.recipe if self.recipe is not None else self._catalogue.recipe(name.partition("/")[0])
-        if recipe is None:
-            return
-        difference = recipe.difference(packet)
-        if difference is None and recipe.id_of(packet.text, packet.token_ids) != id:
-            difference = f"it holds {packet!r}"
-        if difference is not None:
-            raise TensorFileError(
-                f"{self.place.rstrip('/')}/{name} is another packet than its name says ({difference})"
-            )
-
-    # ---- damage ------------------------------------------------------------------------------------------------
-
-    def _is_whole(self, id: str) -> bool:
-        """Whether the packet is there; a damaged one is named in a warning, and counts as missing."""
-        name = self._name(id)
-        entry = self._backend.entry(name)
-        if entry is None:
-            return False
-        try:
-            if isinstance(self._backend, LocalBackend):
-                self._check(id, name, self._reader.read(name))
-            elif self._reader.description(name)[1] != entry.size:
-                raise TensorFileError(f"{self.place.rstrip('/')}/{name} is truncated")
-        except FileNotFoundError:
-            return False
-        except TensorFileError as error:
-            warnings.warn(f"{error}; it is rebuilt now", RuntimeWarning, stacklevel=5)
-            self._damaged.add(id)
-            self.counters.rebuilt += 1
-            return False
-        self._reader.touch(name)
-        return True
-
-    def _rebuild(self, id: str, error: TensorFileError) -> Packet:
-        """The packet of a damaged file, made anew from the text that the file still tells, and stored again.
-
-        Raises:
-            DamagedPacketError: it does not tell it, or this store has no model to make it with.
-        """
-        text = self._rescued_text(id)
-        if text is None:
-            raise DamagedPacketError(
-                f"{error}; its text is lost with it: add the text again, or remove it with del store[{id!r}]"
-            ) from error
-        builder = self._builder
-        if builder is None:
-            raise DamagedPacketError(
-                f"{error}; its text is whole, and a store that is opened with the model rebuilds it"
-            ) from error
-        if not builder.unchanged():
-            raise DamagedPacketError(
-                f"{error}; it cannot be rebuilt, since the model or the adapter changed since this store was opened"
-            ) from error
-        warnings.warn(f"{error}; it is rebuilt now from its text", RuntimeWarning, stacklevel=4)
-        with self._building:
-            packet = self._make(builder, text)
-            self.counters.rebuilt += 1
-            try:
-                self._store(id, packet, keep=[id])
-            except StoreReadOnlyError:
-                pass  # the packet can be used all the same
-        return packet
-
-    def _rescued_text(self, id: str) -> str | None:
-        """The text in the head of a damaged file, if it is the one that the id was made from."""
-        name = self._name(id)
-        recipe = self.recipe if self.recipe is not None else self._catalogue.recipe(name.partition("/")[0])
-        try:
-            header, _ = self._reader.description(name)
-            text, ids = header["text"], tuple(header["token_ids"])
-            if recipe is None or recipe.id_of(text, ids) != id:
-                return None
-            if self._builder is not None and self._builder.token_ids("text", text) != ids:
-                return None
-        except (FileNotFoundError, KeyError, TypeError, ValueError):
-            return None
-        return text
 
     # ---- what is there -----------------------------------------------------------------------------------------
 
     def __contains__(self, id: object) -> bool:
-        return is_id(id) and self._catalogue.find(str(id), self.recipe) is not None
+        return is_id(id) and self._shelf.catalogue.find(str(id), self.recipe) is not None
 
     def __len__(self) -> int:
         return sum(1 for _ in self.entries())
@@ -371,39 +236,20 @@ class PacketStore:
         Raises:
             KeyError: it is not there.
         """
-        name = self._name(_checked_id(id))
-        self._memory.drop(id)
-        self._memory.drop(f"{id} full")
-        self._reader.forget(name)
-        if not self._backend.delete(name):
-            raise MissingPacketError(self._catalogue.missing(id, self.recipe))
+        if not self._shelf.remove(_checked_id(id), self._shelf.name(id)):
+            raise MissingPacketError(self._shelf.catalogue.missing(id, self.recipe))
 
     def entries(self) -> Iterator[Entry]:
         """The files of this store's packets (of all recipes without a model), with size and time of last use."""
-        return self._catalogue.entries(self.recipe)
+        return self._shelf.catalogue.entries(self.recipe)
 
     def recipes(self) -> dict[str, Recipe | None]:
         """How the packets of each folder are made; None where its description is missing or damaged."""
-        return self._catalogue.recipes()
+        return self._shelf.catalogue.recipes()
 
     def stats(self) -> StoreStats:
         """Numbers and bytes of packets on disk, in memory and in the cache."""
-        mine, everything = list(self.entries()), list(self._catalogue.entries(None))
-        unfinished = self._backend.litter(0.0)
-        copies = all_entries(self._copies.backend) if self._copies is not None else []
-        return StoreStats(
-            packets=len(mine),
-            bytes=sum(entry.size for entry in mine),
-            all_packets=len(everything),
-            all_bytes=sum(entry.size for entry in everything),
-            recipes=len({entry.folder for entry in everything}),
-            unfinished=len(unfinished),
-            unfinished_bytes=sum(entry.size for entry in unfinished),
-            memory_packets=len(self._memory),
-            memory_bytes=self._memory.bytes,
-            cached_packets=len(copies),
-            cached_bytes=sum(entry.size for entry in copies),
-        )
+        return count(self._shelf)
 
     # ---- upkeep ------------------------------------------------------------------------------------------------
 
@@ -421,38 +267,7 @@ class PacketStore:
         """
         if rebuild:
             self._need_builder("rebuild")
-        entries = sorted(self.entries(), key=lambda entry: entry.name)
-        check = StoreCheck(len(entries), sum(entry.size for entry in entries))
-        with reporting(progress, "checking", len(entries)) as report:
-            for done, entry in enumerate(entries, 1):
-                problem = self._verify(entry, rebuild, remove)
-                if problem is not None:
-                    check.problems.append(problem)
-                report(done)
-        return check
-
-    def _verify(self, entry: Entry, rebuild: bool, remove: bool) -> Problem | None:
-        try:
-            self._check(entry.id, entry.name, self._reader.read(entry.name, verify=True))
-            return None
-        except FileNotFoundError:  # removed by another process since
-            return None
-        except TensorFileError as error:
-            problem = Problem(entry.id, str(error))
-            self._memory.drop(entry.id)
-            self._memory.drop(f"{entry.id} full")
-            if rebuild:
-                try:
-                    with warnings.catch_warnings():
-                        warnings.simplefilter("ignore", RuntimeWarning)
-                        self._rebuild(entry.id, error)
-                    return replace(problem, done="rebuilt")
-                except DamagedPacketError:
-                    pass
-            if remove and self._backend.delete(entry.name):
-                self._reader.forget(entry.name)
-                return replace(problem, done="removed")
-            return problem
+        return check_all(self._shelf, rebuild, remove, progress)
 
     def gc(self, *, limit: int | str | None = None, grace_s: float = 60.0) -> Tidied:
         """Tidy up: unfinished files of killed processes, packets beyond a limit, folders without packets.
@@ -465,42 +280,14 @@ class PacketStore:
         Raises:
             StoreError: the place cannot be read or written.
         """
-        given = parse_size("limit", limit)
-        disk = DiskTier(self._backend, given) if given is not None else self._disk
-        litter = self._backend.remove_litter(grace_s)
-        evicted = disk.trim()
-        for entry in evicted:
-            self._memory.drop(entry.id)
-        if self._copies is not None:
-            litter += self._copies.backend.remove_litter(grace_s)
-            self._copies.trim()
-        used = {entry.folder for entry in self._catalogue.entries(None)}
-        empty = [name for name in self._catalogue.recipes() if name not in used]
-        for name in empty:
-            self._backend.remove_empty(name)
-            self._catalogue.forget(name)
-        self.counters.evicted += len(evicted)
-        return Tidied(
-            unfinished=len(litter),
-            unfinished_bytes=sum(entry.size for entry in litter),
-            evicted=len(evicted),
-            evicted_bytes=sum(entry.size for entry in evicted),
-            folders=len(empty),
-        )
+        return tidy(self._shelf, parse_size("limit", limit), grace_s)
 
     # ---- inside ------------------------------------------------------------------------------------------------
 
-    def _name(self, id: str) -> str:
-        """Where the packet `id` is, or would be."""
-        if self.recipe is not None:
-            return f"{self.recipe.name}/{id}{ENDING}"
-        entry = self._catalogue.find(id, None)
-        return entry.name if entry is not None else f"{'0' * 16}/{id}{ENDING}"
-
     def _need_builder(self, what: str) -> Builder:
-        if self._builder is None:
+        if self._shelf.builder is None:
             raise TypeError(f"{what}: this store was opened without a model; open it with model and tokenizer")
-        return self._builder
+        return self._shelf.builder
 
 
 def _checked_id(id: Any) -> str:

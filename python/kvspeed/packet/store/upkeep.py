@@ -1,120 +1,97 @@
 # Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
-"""What a store's upkeep reports: bytes, damage, and what was tidied away."""
+"""Looking after a shelf: counting, checking and tidying all that lies there."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import warnings
+from dataclasses import replace
 
-from kvspeed.packet.store.size import show_size
+from kvspeed.packet.store.backend import Entry
+from kvspeed.packet.store.errors import DamagedPacketError
+from kvspeed.packet.store.progress import Progress, reporting
+from kvspeed.packet.store.reports import Problem, StoreCheck, StoreStats, Tidied
+from kvspeed.packet.store.shelf import Shelf
+from kvspeed.packet.store.tiers import DiskTier, all_entries
+from kvspeed.packet.tensorfile import TensorFileError
 
-__all__ = ["Counters", "Problem", "StoreCheck", "StoreStats", "Tidied"]
-
-
-@dataclass
-class Counters:
-    """What one `PacketStore` object did.
-
-    Attributes:
-        built: packets that it computed.
-        loaded: packets that it read from files.
-        hits: packets that were in memory.
-        rebuilt: of those built, the ones that replaced damaged files.
-        evicted: files that it removed to keep `disk_limit`.
-    """
-
-    built: int = 0
-    loaded: int = 0
-    hits: int = 0
-    rebuilt: int = 0
-    evicted: int = 0
+__all__ = ["check_all", "count", "tidy"]
 
 
-@dataclass(frozen=True)
-class StoreStats:
-    """Bytes and numbers, exact at the moment of the call.
-
-    Attributes:
-        packets: this store's packets (of all recipes where it has no model).
-        bytes: of their files.
-        all_packets: packets of all recipes.
-        all_bytes: of their files, which is what `disk_limit` limits.
-        recipes: folders of packets.
-        unfinished: files that processes left unfinished or are writing.
-        unfinished_bytes: their bytes.
-        memory_packets: packets at hand.
-        memory_bytes: bytes of their tensors.
-        cached_packets: copies in the cache of a URL.
-        cached_bytes: bytes of the copies.
-    """
-
-    packets: int
-    bytes: int
-    all_packets: int
-    all_bytes: int
-    recipes: int
-    unfinished: int
-    unfinished_bytes: int
-    memory_packets: int
-    memory_bytes: int
-    cached_packets: int
-    cached_bytes: int
+def count(shelf: Shelf) -> StoreStats:
+    """See `PacketStore.stats`."""
+    mine, everything = list(shelf.catalogue.entries(shelf.recipe)), list(shelf.catalogue.entries(None))
+    unfinished = shelf.backend.litter(0.0)
+    copies = all_entries(shelf.copies.backend) if shelf.copies is not None else []
+    return StoreStats(
+        packets=len(mine),
+        bytes=sum(entry.size for entry in mine),
+        all_packets=len(everything),
+        all_bytes=sum(entry.size for entry in everything),
+        recipes=len({entry.folder for entry in everything}),
+        unfinished=len(unfinished),
+        unfinished_bytes=sum(entry.size for entry in unfinished),
+        memory_packets=len(shelf.memory),
+        memory_bytes=shelf.memory.bytes,
+        cached_packets=len(copies),
+        cached_bytes=sum(entry.size for entry in copies),
+    )
 
 
-@dataclass(frozen=True)
-class Problem:
-    """A packet that is not what it should be.
-
-    Attributes:
-        id: its name.
-        reason: what is wrong, with the file's place.
-        done: "found", "rebuilt" or "removed".
-    """
-
-    id: str
-    reason: str
-    done: str = "found"
+def check_all(shelf: Shelf, rebuild: bool, remove: bool, progress: Progress) -> StoreCheck:
+    """See `PacketStore.verify`."""
+    entries = sorted(shelf.catalogue.entries(shelf.recipe), key=lambda entry: entry.name)
+    check = StoreCheck(len(entries), sum(entry.size for entry in entries))
+    with reporting(progress, "checking", len(entries)) as report:
+        for done, entry in enumerate(entries, 1):
+            problem = _check(shelf, entry, rebuild, remove)
+            if problem is not None:
+                check.problems.append(problem)
+            report(done)
+    return check
 
 
-@dataclass(frozen=True)
-class StoreCheck:
-    """What `PacketStore.verify` found.
-
-    Attributes:
-        packets: files that were read whole.
-        bytes: of these.
-        problems: one a packet that is damaged.
-    """
-
-    packets: int
-    bytes: int
-    problems: list[Problem] = field(default_factory=list)
-
-    @property
-    def ok(self) -> bool:
-        """Whether all packets are whole now."""
-        return all(problem.done != "found" for problem in self.problems)
-
-    def __str__(self) -> str:
-        head = f"{self.packets} packets, {show_size(self.bytes)}: "
-        if not self.problems:
-            return head + "all whole"
-        return head + "; ".join(f"{problem.id} {problem.done}: {problem.reason}" for problem in self.problems)
+def _check(shelf: Shelf, entry: Entry, rebuild: bool, remove: bool) -> Problem | None:
+    try:
+        shelf.check(entry.id, entry.name, shelf.reader.read(entry.name, verify=True))
+        return None
+    except FileNotFoundError:  # removed by another process since
+        return None
+    except TensorFileError as error:
+        problem = Problem(entry.id, str(error))
+        shelf.forget(entry.id)
+        if rebuild:
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", RuntimeWarning)
+                    shelf.rebuild(entry.id, error)
+                return replace(problem, done="rebuilt")
+            except DamagedPacketError:
+                pass
+        if remove and shelf.remove(entry.id, entry.name):
+            return replace(problem, done="removed")
+        return problem
 
 
-@dataclass(frozen=True)
-class Tidied:
-    """What `PacketStore.gc` removed.
-
-    Attributes:
-        unfinished: files that killed processes left.
-        unfinished_bytes: their bytes.
-        evicted: packets, the least recently used, beyond the limit.
-        evicted_bytes: bytes of their files.
-        folders: recipes without packets.
-    """
-
-    unfinished: int = 0
-    unfinished_bytes: int = 0
-    evicted: int = 0
-    evicted_bytes: int = 0
-    folders: int = 0
+def tidy(shelf: Shelf, limit: int | None, grace_s: float) -> Tidied:
+    """See `PacketStore.gc`."""
+    disk = DiskTier(shelf.backend, limit) if limit is not None else shelf.disk
+    litter = shelf.backend.remove_litter(grace_s)
+    evicted = disk.trim()
+    for entry in evicted:
+        shelf.forget(entry.id)
+    if shelf.copies is not None:
+        litter += shelf.copies.backend.remove_litter(grace_s)
+        shelf.copies.trim()
+    used = {entry.folder for entry in shelf.catalogue.entries(None)}
+    empty = [name for name in shelf.catalogue.recipes() if name not in used]
+    for name in empty:
+        shelf.backend.remove_empty(name)
+        shelf.catalogue.forget(name)
+    shelf.counters.evicted += len(evicted)
+    return Tidied(
+        unfinished=len(litter),
+        unfinished_bytes=sum(entry.size for entry in litter),
+        evicted=len(evicted),
+        evicted_bytes=sum(entry.size for entry in evicted),
+        folders=len(empty),
+    )
