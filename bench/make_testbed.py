@@ -1,7 +1,11 @@
 # Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
 """Makes the testbed: SmolLM2 tuned to the generated tasks by a LoRA, the frozen model in which adapters are trained.
 
-    python bench/make_testbed.py lora --folder build/testbed        # half an hour on one core
+    python bench/make_testbed.py lora --folder build/testbed        # a quarter of an hour on one core
+    python bench/make_testbed.py merge --folder build/testbed       # the tuned model, as transformers loads it
+    kvspeed train-adapter --model build/testbed/model --out build/testbed/universal \\
+        --tasks biography,multihop,niah,niah-multikey
+    python bench/make_testbed.py look --folder build/testbed --adapter build/testbed/universal/adapter.safetensors
 
 The tuning sees full attention only, nothing of packets. Every context has several questions, which share one forward
 over its documents. State is kept every 25 steps; the same command goes on after an interruption.
@@ -17,20 +21,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kvspeed.eval.score import f1
 from kvspeed.eval.tasks import GENERATED
+from kvspeed.packet import PacketAdapter
 from kvspeed.packet.tensorfile import read_tensor_file, write_tensor_file
-from kvspeed.packet.train.blocks import blocks_kv, rows_hidden
+from kvspeed.packet.train.blocks import blocks_kv, join_kv, rows_hidden
 from kvspeed.packet.train.contexts import Context, contexts_of
+from kvspeed.packet.train.teacher import greedy_answers
 from kvspeed.samples import Sample
 from kvspeed.smollm2 import load_smollm2
-from kvspeed.testbed.lora import attach_lora, lora_tensors, write_lora
+from kvspeed.testbed.lora import attach_lora, lora_tensors, merge_lora, read_lora, write_lora
 
 KEEP = 25  # steps between checkpoints
 
 
-def samples_of(split: str, seed: int, contexts: int) -> list[Sample]:
-    """`contexts` contexts of all tasks, mixed."""
-    shares = {"biography": 0.35, "multihop": 0.3, "niah": 0.1, "niah-multikey": 0.25}
+SHARES = "biography=0.35,multihop=0.3,niah=0.1,niah-multikey=0.25"
+
+
+def samples_of(split: str, seed: int, contexts: int, shared: str = SHARES) -> list[Sample]:
+    """`contexts` contexts of all tasks in their shares, mixed."""
+    shares = {name: float(share) for name, share in (part.split("=") for part in shared.split(","))}
     options: dict[str, dict[str, Any]] = {
         "biography": {"questions_per_context": 6},
         "multihop": {"questions_per_context": 4},
@@ -70,7 +80,7 @@ def lora(options: argparse.Namespace) -> None:
     compute = torch.bfloat16 if options.bf16 else torch.float32
     trained = attach_lora(model, options.rank, alpha=2 * options.rank, compute=compute)
     end = tokenizer.eos_token_id
-    contexts = contexts_of(tokenizer, samples_of("train", options.seed, options.contexts))
+    contexts = contexts_of(tokenizer, samples_of("train", options.seed, options.contexts, options.shares))
     held = contexts_of(tokenizer, samples_of("dev", options.seed, 24))
     planned = len(contexts) // options.batch
     steps = min(planned, options.steps or planned)
@@ -134,12 +144,67 @@ def restore(path: Path, trained: list[Any], optimizer: Any) -> tuple[int, float]
     return header["step"], header["seconds"]
 
 
+def merge(options: argparse.Namespace) -> None:
+    model, tokenizer = load_smollm2()
+    tensors, notes = read_lora(options.folder / options.lora)
+    merge_lora(model, tensors)
+    for part in (model, tokenizer):
+        part.save_pretrained(options.folder / "model")
+    print(json.dumps(notes))
+
+
+@torch.no_grad()
+def look(options: argparse.Namespace) -> None:
+    """F1 of full attention, plain packets, packets with each adapter, on samples of the dev split."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(options.folder / "model").eval()
+    tokenizer = AutoTokenizer.from_pretrained(options.folder / "model")
+    none = PacketAdapter.for_model(model, 0, 0)
+    ways: dict[str, PacketAdapter | None] = {"full": None, "none": none}
+    ways |= {f"{file.parent.name}": PacketAdapter.load(file, model) for file in options.adapter}
+    end = frozenset([tokenizer.eos_token_id])
+    for task in options.tasks.split(","):
+        samples = GENERATED[task](options.count, seed=options.seed, split="dev")
+        contexts = contexts_of(tokenizer, samples)
+        by_id = {sample.id: sample for sample in samples}
+        scores: dict[str, list[float]] = {name: [] for name in ways}
+        wrong: dict[str, list[str]] = {name: [] for name in ways}
+        for context in contexts:
+            for name, adapter in ways.items():
+                past = kv_of(model, context, adapter)
+                written = greedy_answers(model, past, context.queries, end, 24)
+                for query, (tokens, _) in zip(context.queries, written, strict=True):
+                    text = tokenizer.decode(tokens, skip_special_tokens=True)
+                    sample = by_id[query.id]
+                    scores[name].append(f1(sample.prediction(text), sample.answers))
+                    if scores[name][-1] < 1:
+                        wrong[name].append(f"{text!r} for {sample.target!r}")
+        for name, found in scores.items():
+            mean = sum(found) / len(found)
+            ratio = mean / (sum(scores["full"]) / len(found))
+            print(f"{task:14} {name:20} F1 {mean:.3f}  of full {ratio:.3f}   {'; '.join(wrong[name][:3])}", flush=True)
+
+
+def kv_of(model: Any, context: Context, adapter: PacketAdapter | None) -> Any:
+    """The KV before the question: of full attention where `adapter` is None, else of packets."""
+    embed = model.get_input_embeddings()
+    texts = [embed(torch.tensor(ids)) for ids in context.documents]
+    preamble = embed(torch.tensor(context.preamble))
+    if adapter is None:
+        return blocks_kv(model, [torch.cat([preamble, *texts])], [0])[0]
+    blocks = [adapter.wrap(text) for text in texts]
+    starts = [len(preamble) + sum(map(len, blocks[:index])) for index in range(len(blocks))]
+    return join_kv([*blocks_kv(model, [preamble], [0]), *blocks_kv(model, blocks, starts)])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     part = commands.add_parser("lora", help="tune SmolLM2 to the tasks")
     part.add_argument("--folder", type=Path, required=True, help="where state and results go")
     part.add_argument("--contexts", type=int, default=480, help="training contexts of 1 to 6 questions")
+    part.add_argument("--shares", default=SHARES, help="of the tasks")
     part.add_argument("--batch", type=int, default=4, help="contexts a step")
     part.add_argument("--steps", type=int, default=70, help="stop after so many")
     part.add_argument("--fall-from", type=int, default=25, help="step from which the rate falls to zero at --steps")
@@ -149,6 +214,18 @@ def main() -> None:
     part.add_argument("--threads", type=int, default=1)
     part.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True, help="frozen products in bfloat16")
     part.set_defaults(run=lora)
+    part = commands.add_parser("merge", help="write the tuned model as transformers loads it")
+    part.add_argument("--folder", type=Path, required=True)
+    part.add_argument("--lora", default="lora.safetensors", help="file in the folder")
+    part.set_defaults(run=merge, threads=1)
+    part = commands.add_parser("look", help="F1 on a few samples of the dev split")
+    part.add_argument("--folder", type=Path, required=True)
+    part.add_argument("--adapter", type=Path, nargs="*", default=[])
+    part.add_argument("--tasks", default="biography,multihop,niah,niah-multikey")
+    part.add_argument("--count", type=int, default=60)
+    part.add_argument("--seed", type=int, default=1)
+    part.add_argument("--threads", type=int, default=1)
+    part.set_defaults(run=look)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     print(json.dumps({name: str(value) for name, value in vars(options).items() if name != "run"}), flush=True)

@@ -19,7 +19,13 @@ if TYPE_CHECKING:
     from kvspeed.packet.train import StepRecord
     from kvspeed.samples import Sample
 
-_MOST_QUESTIONS = {"biography": 6, "multihop": 4, "niah-multikey": 4}  # of one context, where a task has several
+# How generated tasks are asked for: many questions on the same documents, and haystacks of all sizes.
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "biography": {"questions_per_context": 6},
+    "multihop": {"questions_per_context": 4},
+    "niah": {"chunks": (2, 5), "chunk_tokens": (40, 120)},
+    "niah-multikey": {"chunks": (2, 5), "chunk_tokens": (40, 120), "questions_per_context": 4},
+}
 
 
 @guarded
@@ -34,7 +40,10 @@ def train_adapter(
     ] = None,
     tasks: Annotated[
         str | None,
-        typer.Option("--tasks", help="Generated tasks instead, or as well: biography,niah,niah-multikey,multihop."),
+        typer.Option(
+            "--tasks",
+            help="Generated tasks instead, or as well: biography,niah,niah-multikey,multihop; =WEIGHT after a name.",
+        ),
     ] = None,
     contexts: Annotated[
         int, typer.Option("--contexts", min=1, help="Of generated tasks: sets of documents, each with some questions.")
@@ -47,6 +56,14 @@ def train_adapter(
     adapter: Annotated[
         Path | None, typer.Option("--adapter", help="Begin with these soft tokens, not with random ones.")
     ] = None,
+    init: Annotated[
+        str,
+        typer.Option(
+            "--init",
+            help="Where soft tokens begin. random: the embeddings' statistics; preamble: the header as the last tokens "
+            "before the documents, the trailer random.",
+        ),
+    ] = "random",
     header: Annotated[int, typer.Option("--header", min=0, help="Soft tokens before a document.")] = 8,
     trailer: Annotated[int, typer.Option("--trailer", min=0, help="Soft tokens after it.")] = 8,
     loss: Annotated[str, typer.Option("--loss", help="kl or ce.")] = "kl",
@@ -79,9 +96,12 @@ def train_adapter(
     processes: accelerate launch --num_processes 2 -m kvspeed train-adapter ...
     """
     from kvspeed import train_adapter as train
+    from kvspeed.packet.train.initial import begin_with_preamble
 
     if loss not in ("kl", "ce"):
         raise Fault(f"--loss: got {loss!r}, choose kl or ce")
+    if init not in ("random", "preamble"):
+        raise Fault(f"--init: got {init!r}, choose random or preamble")
     if out.exists() and not out.is_dir():
         raise Fault(f"--out: {out} is a file; give a folder")
     given = _samples(samples or [], tasks, contexts, seed)
@@ -89,6 +109,8 @@ def train_adapter(
     network, tokenizer, name = load_model(model, dtype)
     check_depth(k, network)
     soft = _adapter(network, adapter, header, trailer, seed)
+    if init == "preamble" and adapter is None:
+        begin_with_preamble(soft, network, tokenizer)
     with _bars() as progress:
         report = train(
             network,
@@ -123,25 +145,43 @@ def _samples(files: list[Path], tasks: str | None, contexts: int, seed: int) -> 
     if not files and not tasks:
         raise Fault("--samples: no samples; name a file of JSON Lines, or generated tasks with --tasks")
     found = [sample for file in files for sample in _read(file, "--samples")]
-    names = [part.strip() for part in (tasks or "").split(",") if part.strip()]
-    return found + (generated(names, contexts, seed) if names else [])
+    return found + (generated(tasks, contexts, seed) if tasks else [])
 
 
-def generated(names: list[str], contexts: int, seed: int, split: str = "train") -> list[Sample]:
-    """`contexts` contexts of the tasks `names` in turn, each with as many questions as is cheap."""
+def generated(tasks: str, contexts: int, seed: int, split: str = "train") -> list[Sample]:
+    """`contexts` contexts of the tasks, evenly mixed, each with as many questions as is cheap.
+
+    Args:
+        tasks: names with commas between them, each with "=weight" after it where it is not 1.
+        contexts: in all.
+        seed: of the samples.
+        split: "train", "dev" or "test".
+    """
     from kvspeed.eval.tasks import GENERATED
 
-    for name in names:
-        if name not in GENERATED:
-            raise Fault(f"--tasks: got {name!r}, choose from {', '.join(GENERATED)}")
-    groups: list[list[list[Sample]]] = []
-    for name in names:
-        questions = _MOST_QUESTIONS.get(name, 1)
-        options = {"questions_per_context": questions} if questions > 1 else {}
-        made = GENERATED[name](-(-contexts // len(names)) * questions, seed=seed, split=split, **options)
-        groups.append([made[start : start + questions] for start in range(0, len(made), questions)])
-    turns = [group for turn in zip(*groups, strict=True) for group in turn]
-    return [sample for group in turns[:contexts] for sample in group]
+    weights: dict[str, float] = {}
+    for part in filter(None, (part.strip() for part in tasks.split(","))):
+        name, _, weight = part.partition("=")
+        if name not in GENERATED or name in weights:
+            raise Fault(f"--tasks: got {name!r}, choose from {', '.join(GENERATED)}, each once")
+        try:
+            weights[name] = float(weight or 1)
+        except ValueError:
+            weights[name] = 0.0
+        if not 0 < weights[name] < float("inf"):
+            raise Fault(f"--tasks: {part} has no weight above 0 after the =")
+    if not weights:
+        raise Fault(f"--tasks: names no task; choose from {', '.join(GENERATED)}")
+    placed: list[tuple[float, list[Sample]]] = []
+    for name, weight in weights.items():
+        options = _OPTIONS.get(name, {})
+        questions = options.get("questions_per_context", 1)
+        count = max(1, round(contexts * weight / sum(weights.values())))
+        made = GENERATED[name](count * questions, seed=seed, split=split, **options)
+        for index in range(count):
+            placed.append(((index + 0.5) / count, made[index * questions : (index + 1) * questions]))
+    placed.sort(key=lambda pair: pair[0])
+    return [sample for _, group in placed for sample in group]
 
 
 def _read(file: Path, option: str) -> list[Sample]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 __all__ = ["StepRecord", "TrainReport"]
 
-_COLUMNS = ("step", "split", "loss", "lr", "seconds", "tokens_per_s")
+_COLUMNS = ("step", "loss", "dev_loss", "lr", "seconds", "tokens_per_s")
 
 
 @dataclass(frozen=True)
@@ -74,20 +74,13 @@ class TrainReport:
         return text + (", stopped early" if self.stopped_early else "")
 
     def save_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write the curve, a line a record."""
+        """Write the curve, a line a record; `loss` is empty where the dev split was looked at, else `dev_loss` is."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(_COLUMNS)
         for one in self.records:
-            row = [
-                one.step,
-                one.split,
-                f"{one.loss:.6f}",
-                f"{one.lr:.6g}",
-                f"{one.seconds:.2f}",
-                f"{one.tokens_per_s:.1f}",
-            ]
-            writer.writerow(row)
+            losses = (f"{one.loss:.6f}", "") if one.split == "train" else ("", f"{one.loss:.6f}")
+            writer.writerow([one.step, *losses, f"{one.lr:.6g}", f"{one.seconds:.2f}", f"{one.tokens_per_s:.1f}"])
         _replace(Path(path), text.getvalue().encode())
 
     def save_png(self, path: str | os.PathLike[str]) -> None:

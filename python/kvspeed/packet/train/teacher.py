@@ -27,9 +27,9 @@ from kvspeed.models import base_model, cache_argument
 from kvspeed.packet.adapter import input_embedding
 from kvspeed.packet.tensorfile import TensorFileError, read_tensor_file, write_tensor_file
 from kvspeed.packet.train.blocks import BlockKV, blocks_kv, logits_of, rows_hidden
-from kvspeed.packet.train.contexts import Context
+from kvspeed.packet.train.contexts import Context, Query
 
-__all__ = ["Answer", "Teacher"]
+__all__ = ["Answer", "Teacher", "greedy_answers"]
 
 FORMAT = "kvspeed.teacher"
 VERSION = 1
@@ -132,44 +132,8 @@ class Teacher:
     def _compute(self, context: Context) -> list[Answer]:
         prefix = [*context.preamble, *(token for ids in context.documents for token in ids)]
         (past,) = blocks_kv(self.model, [self._embed(prefix)], [0])
-        end = min(self.end, default=None)
-        drafts = [
-            [*query.target[: self.max_new_tokens - (end is not None)], *([end] if end is not None else [])]
-            for query in context.queries
-        ]
-        rows = [
-            self._embed([*query.question, *draft[:-1]]) for query, draft in zip(context.queries, drafts, strict=True)
-        ]
-        hidden = rows_hidden(self.model, past, rows)
-        found = []
-        for query, draft, states in zip(context.queries, drafts, hidden, strict=True):
-            logits = logits_of(self.model, states[len(query.question) - 1 :])
-            said = logits.argmax(-1).tolist()
-            agreed = next((i for i, (a, b) in enumerate(zip(said, draft, strict=True)) if a != b), len(draft))
-            tokens, rows_kept = said[: agreed + 1], logits[: agreed + 1]
-            if tokens[-1] not in self.end and len(tokens) < self.max_new_tokens:
-                more, more_logits = self._decode(past, [*query.question, *tokens], self.max_new_tokens - len(tokens))
-                tokens, rows_kept = [*tokens, *more], torch.cat((rows_kept, more_logits))
-            found.append(self._answer(tokens, rows_kept))
-        return found
-
-    def _decode(self, past: BlockKV, ids: list[int], most: int) -> tuple[list[int], torch.Tensor]:
-        """Greedy tokens after `ids`, at least one, and their logits."""
-        base = base_model(self.model)
-        cache = DynamicCache()
-        for index, (key, value) in enumerate(past):
-            cache.update(key[None], value[None], index)
-        at, new, rows = past[0][0].shape[1], list(ids), []
-        tokens: list[int] = []
-        while len(tokens) < most and not (tokens and tokens[-1] in self.end):
-            positions = torch.arange(at, at + len(new), device=self._embedding.weight.device)[None]
-            given: dict[str, Any] = {cache_argument(base): cache}
-            states = base(inputs_embeds=self._embed(new)[None], position_ids=positions, use_cache=True, **given)
-            rows.append(logits_of(self.model, states.last_hidden_state[0, -1:]))
-            at += len(new)
-            new = [int(rows[-1].argmax())]
-            tokens += new
-        return tokens, torch.cat(rows)
+        found = greedy_answers(self.model, past, context.queries, self.end, self.max_new_tokens)
+        return [self._answer(tokens, logits) for tokens, logits in found]
 
     def _answer(self, tokens: list[int], logits: torch.Tensor) -> Answer:
         log_p = torch.log_softmax(logits, -1)
@@ -180,7 +144,66 @@ class Teacher:
         return Answer(tuple(tokens), torch.cat((kept, rest), -1).cpu(), ids.to(torch.int32).cpu())
 
     def _embed(self, ids: Sequence[int]) -> torch.Tensor:
-        return self._embedding(torch.tensor(list(ids), device=self._embedding.weight.device))
+        return _embedded(self._embedding, ids)
+
+
+@torch.no_grad()
+def greedy_answers(
+    model: nn.Module, past: BlockKV, queries: Sequence[Query], end: frozenset[int], max_new_tokens: int
+) -> list[tuple[list[int], torch.Tensor]]:
+    """What `model` writes greedily after each question, and the logits `[tokens, vocabulary]` it wrote it by.
+
+    Args:
+        model: a causal LM in eval mode.
+        past: the KV of everything before the questions.
+        queries: the questions; each one's `target` is the draft.
+        end: ids that end an answer.
+        max_new_tokens: the most tokens of an answer.
+    """
+    embedding = input_embedding(model)
+    last = min(end, default=None)
+    drafts = [
+        [*query.target[: max_new_tokens - (last is not None)], *([last] if last is not None else [])]
+        for query in queries
+    ]
+    rows = [_embedded(embedding, [*one.question, *draft[:-1]]) for one, draft in zip(queries, drafts, strict=True)]
+    found = []
+    for query, draft, states in zip(queries, drafts, rows_hidden(model, past, rows), strict=True):
+        logits = logits_of(model, states[len(query.question) - 1 :])
+        said = logits.argmax(-1).tolist()
+        agreed = next((i for i, (a, b) in enumerate(zip(said, draft, strict=True)) if a != b), len(draft))
+        tokens, kept = said[: agreed + 1], logits[: agreed + 1]
+        if tokens[-1] not in end and len(tokens) < max_new_tokens:
+            more, more_logits = _decode(model, past, [*query.question, *tokens], end, max_new_tokens - len(tokens))
+            tokens, kept = [*tokens, *more], torch.cat((kept, more_logits))
+        found.append((tokens, kept))
+    return found
+
+
+def _decode(
+    model: nn.Module, past: BlockKV, ids: list[int], end: frozenset[int], most: int
+) -> tuple[list[int], torch.Tensor]:
+    """Greedy tokens after `ids`, at least one, and their logits."""
+    base, embedding = base_model(model), input_embedding(model)
+    cache = DynamicCache()
+    for index, (key, value) in enumerate(past):
+        cache.update(key[None], value[None], index)
+    at, new, rows = past[0][0].shape[1], list(ids), []
+    tokens: list[int] = []
+    while len(tokens) < most and not (tokens and tokens[-1] in end):
+        positions = torch.arange(at, at + len(new), device=embedding.weight.device)[None]
+        given: dict[str, Any] = {cache_argument(base): cache}
+        embeds = _embedded(embedding, new)[None]
+        states = base(inputs_embeds=embeds, position_ids=positions, use_cache=True, **given).last_hidden_state
+        rows.append(logits_of(model, states[0, -1:]))
+        at += len(new)
+        new = [int(rows[-1].argmax())]
+        tokens += new
+    return tokens, torch.cat(rows)
+
+
+def _embedded(embedding: Any, ids: Sequence[int]) -> torch.Tensor:
+    return embedding(torch.tensor(list(ids), device=embedding.weight.device))
 
 
 def _read(path: Path, queries: int) -> list[Answer]:
