@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DType",
     "Debug",
+    "Device",
     "Fault",
     "MaxNewTokens",
     "ModelName",
@@ -40,7 +41,8 @@ ModelName = Annotated[
     str | None,
     typer.Option(
         "--model",
-        help="A folder with a transformers model, or a hub id. Default: SmolLM2-135M-Instruct, fetched once with pip.",
+        help="A folder with a transformers model, a hub id, or testbed (SmolLM2 tuned to the generated tasks). "
+        "Default: SmolLM2-135M-Instruct, fetched once with pip.",
         show_default=False,
     ),
 ]
@@ -53,6 +55,7 @@ DType = Annotated[
     ),
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda or cuda:0. Default: cpu.", show_default=False)]
 MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="The most tokens of an answer.")]
 
 
@@ -133,24 +136,52 @@ def progress(description: str, total: int | None = None) -> Iterator[Callable[[s
         yield advance
 
 
-def load_model(name: str | None, dtype: str | None) -> tuple[Any, Any, str]:
-    """(model, tokenizer, name for messages): the model in eval mode.
+def load_model(name: str | None, dtype: str | None, device: str | None = None) -> tuple[Any, Any, str]:
+    """(model, tokenizer, name for messages): the model in eval mode, on the CPU unless a device is named.
 
     Raises:
-        Fault: there is no such model, its files do not load, its architecture is not known, or the dtype is not.
+        Fault: there is no such model, its files do not load, or its architecture, the dtype or the device is not known.
         SmolLM2Unavailable: the default model cannot be had.
     """
+    if device is None:
+        return _load_model(name, dtype)
+    _check_device(device)
+    model, tokenizer, shown = _load_model(name, dtype)
+    return model.to(device), tokenizer, shown
+
+
+def _check_device(device: str) -> None:
+    """Refuses, before a model is read, what torch does not know or have here."""
+    import torch
+
+    try:
+        kind = torch.device(device)
+    except RuntimeError:
+        raise Fault(f"--device: got {device!r}, expected cpu, cuda or cuda:0") from None
+    if kind.type == "cuda" and not torch.cuda.is_available():
+        raise Fault(f"--device: {device} is asked for, and torch {torch.__version__} sees no GPU here")
+    if kind.type == "cuda" and (kind.index or 0) >= torch.cuda.device_count():
+        raise Fault(f"--device: there is no {device}; torch sees {counted(torch.cuda.device_count(), 'GPU')}")
+
+
+def _load_model(name: str | None, dtype: str | None) -> tuple[Any, Any, str]:
     import torch
 
     _quiet_transformers()
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if dtype is not None and dtype not in dtypes:
         raise Fault(f"--dtype: got {dtype!r}, choose from {', '.join(dtypes)}")
-    if name is None:
+    if name is None or (name == "smollm2" and not Path(name).exists()):
         from kvspeed.smollm2 import MODEL_NAME, load_smollm2
 
         model, tokenizer = load_smollm2(dtype=dtypes[dtype or "float32"])
         return model, tokenizer, MODEL_NAME
+    if name == "testbed" and not Path(name).exists():
+        from kvspeed.testbed import MODEL_NAME as tuned_name
+        from kvspeed.testbed import load_tuned
+
+        model, tokenizer = load_tuned(dtype=dtypes[dtype or "float32"])
+        return model, tokenizer, tuned_name
     source = _model_source(name)
     if not Path(source).is_dir() and not _is_cached(source):
         stderr().print(f"{source} is no folder here: looking for it on the hub", markup=False, soft_wrap=True)

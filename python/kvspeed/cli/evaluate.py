@@ -10,7 +10,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvspeed.cli.common import Debug, DType, Fault, ModelName, counted, guarded, load_model, progress, stderr, stdout
+from kvspeed.cli.common import (
+    Debug,
+    Device,
+    DType,
+    Fault,
+    ModelName,
+    counted,
+    guarded,
+    load_model,
+    progress,
+    stderr,
+    stdout,
+)
 
 if TYPE_CHECKING:
     from kvspeed.packet import PacketAdapter
@@ -81,6 +93,7 @@ def packets(
         bool, typer.Option("--report-only", help="Ask nothing: report what the records of --json hold.")
     ] = False,
     listing: Annotated[bool, typer.Option("--list", help="Print the tasks and methods, and stop.")] = False,
+    device: Device = None,
     dtype: DType = None,
     debug: Debug = False,
 ) -> None:
@@ -111,7 +124,7 @@ def packets(
         raise Fault("--report-only: there are no records; give the --json file of an earlier run")
     if plots is not None:
         _check_matplotlib()
-    network, tokenizer, name, adapters = _load(model, adapter, dtype, plan.methods)
+    network, tokenizer, name, adapters = _load(model, adapter, dtype, device, plan.methods)
     runner = Runner(network, tokenizer, plan, adapters=adapters, path=journal, model_name=name)
     try:
         if not report_only:
@@ -195,6 +208,7 @@ def sinks(
     split: Split = "test",
     model: ModelName = None,
     adapter: AdapterFiles = None,
+    device: Device = None,
     dtype: DType = None,
     debug: Debug = False,
 ) -> None:
@@ -207,7 +221,7 @@ def sinks(
 
     _check_matplotlib()
     asked = TaskSpec.parse(task).load(samples, seed=seed, split=split)
-    network, tokenizer, name, adapters = _load(model, adapter, dtype, ("packet",))
+    network, tokenizer, name, adapters = _load(model, adapter, dtype, device, ("packet",))
     unpatch_model(network)
     settings: dict[str, dict[str, Any]] = {
         "full attention": {"alone": False},
@@ -240,7 +254,7 @@ def sinks(
 
 
 def _load(
-    model: str | None, files: list[str] | None, dtype: str | None, methods: tuple[str, ...]
+    model: str | None, files: list[str] | None, dtype: str | None, device: str | None, methods: tuple[str, ...]
 ) -> tuple[Any, Any, str, dict[str, PacketAdapter]]:
     """(model, tokenizer, name, adapters by name); the model patched for its kernels."""
     from kvspeed.eval.methods import get_method
@@ -249,7 +263,7 @@ def _load(
 
     named = dict(_named(entry, "--adapter", default="") for entry in files or [])
     asks = {name.partition("@")[2] for name in methods if getattr(get_method(name.partition("@")[0]), "adapter", False)}
-    network, tokenizer, name = load_model(model, dtype)
+    network, tokenizer, name = load_model(model, dtype, device)
     if model == "testbed":
         from kvspeed.testbed import specialists, testbed_folder
 
