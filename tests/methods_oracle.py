@@ -155,9 +155,8 @@ class Case:
         self.prompt = [*self.preamble, *(token for ids in self.ids for token in ids), *self.question]
         self.length = len(self.prompt) - len(self.question)
 
-    def kv(self, *, sink: bool = False, ids: list[Any] | None = None) -> list[Any]:
-        """The oracle's KV of preamble and documents, each computed alone (or behind the preamble)."""
-        before = self.preamble if sink else ()
+    def kv(self, *, before: Any = (), ids: list[Any] | None = None) -> list[Any]:
+        """The oracle's KV of preamble and documents, each of these computed behind `before` alone."""
         parts = [self.oracle.alone(one, before)[0] for one in (self.ids if ids is None else ids)]
         return self.oracle.joined([self.oracle.alone(self.preamble)[0], *parts], len(self.question))
 

@@ -8,7 +8,7 @@ import torch
 from kvspeed.eval.methods.cacheblend import CacheBlend
 from kvspeed.patch import patch_model
 from methods_oracle import Case
-from tiny_models import tiny_model
+from tiny_models import BOS, tiny_model
 
 
 def chosen(prepared) -> list[int]:
@@ -28,7 +28,7 @@ def test_logits_and_choice_are_the_oracles(name, patched, deviation):
     prepared = method.prepare(case.context, case.documents)
     logits, cache = method.first_token(prepared, case.question)
 
-    kv, rows = case.kv(), chosen(prepared)
+    kv, rows = case.kv(before=(BOS,)), chosen(prepared)
     documents, asked = case.document_rows(), case.asked()
     picked = [row for row in rows if row < case.length]
     assert rows[-len(asked) :] == asked and len(picked) == round(0.6 * len(documents))
@@ -64,13 +64,16 @@ def test_all_tokens_is_full_recompute_and_none_still_asks_the_whole_question(per
         assert chosen(prepared) == case.asked()
 
 
-def test_behind_a_sink_documents_deviate_from_other_kv():
+@pytest.mark.parametrize("before", ["nothing", "preamble", "bos without one"])
+def test_what_documents_are_computed_behind(before):
     case = Case(tiny_model("llama", layers=3), [12, 25])
-    method = CacheBlend(20, sink=True)
+    behind = case.preamble if before == "preamble" else ()
+    case.tokenizer.bos_token = None  # Qwen's has none either
+    method = CacheBlend(20, before=before.split()[0])
     prepared = method.prepare(case.context, case.documents)
     logits, _ = method.first_token(prepared, case.question)
     rows, everything = chosen(prepared), case.document_rows() + case.asked()
-    kv = case.kv(sink=True)
+    kv = case.kv(before=behind)
     found = case.oracle.run(kv, case.prompt, [everything, rows, rows], written={1: everything})
     assert torch.allclose(logits.double(), found["logits"], atol=2e-4)
 
@@ -93,3 +96,5 @@ def test_a_wrong_percentage_is_refused(wrong):
 def test_a_wrong_deviation_is_refused():
     with pytest.raises(ValueError, match="deviation"):
         CacheBlend(10, deviation="q")
+    with pytest.raises(ValueError, match="before"):
+        CacheBlend(10, before="sink")

@@ -27,13 +27,13 @@ class A3(Recompute):
 
     Args:
         percent: of the documents' tokens that are recomputed.
-        sink: see `Recompute`.
+        before: see `Recompute`.
     """
 
     name = "a3"
 
-    def __init__(self, percent: int | float, *, sink: bool = False) -> None:
-        super().__init__(sink=sink)
+    def __init__(self, percent: int | float, *, before: str = "nothing") -> None:
+        super().__init__(before=before)
         self.share = check_percent(percent)
         self.name = f"a3-{percent:g}"
 

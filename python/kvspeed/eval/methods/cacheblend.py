@@ -32,13 +32,13 @@ class CacheBlend(Recompute):
     Args:
         percent: of the documents' tokens that are recomputed in all layers.
         deviation: squared distance of "kv" (keys plus values), "v" (the paper's program) or "k" (LMCache).
-        sink: see `Recompute`.
+        before: see `Recompute`; the paper's program computes each chunk behind a BoS.
     """
 
     name = "cacheblend"
 
-    def __init__(self, percent: int | float, *, deviation: str = "kv", sink: bool = False) -> None:
-        super().__init__(sink=sink)
+    def __init__(self, percent: int | float, *, deviation: str = "kv", before: str = "bos") -> None:
+        super().__init__(before=before)
         if deviation not in ("k", "v", "kv"):
             raise ValueError(f'deviation: expected "kv", "k" or "v", got {deviation!r}')
         self.share, self.deviation = check_percent(percent), deviation

@@ -21,13 +21,13 @@ class Epic(Recompute):
         tokens: first tokens of each document to recompute, BoS included; at least 1 with `bos`.
         bos: put the tokenizer's BoS before each document.
         last: as many tokens of each document's end are recomputed too (EPIC's "init-final").
-        sink: see `Recompute`.
+        before: see `Recompute`.
     """
 
     name = "epic"
 
-    def __init__(self, tokens: int, *, bos: bool = False, last: int = 0, sink: bool = False) -> None:
-        super().__init__(sink=sink)
+    def __init__(self, tokens: int, *, bos: bool = False, last: int = 0, before: str = "nothing") -> None:
+        super().__init__(before=before)
         for name, value, least in (("tokens", tokens, 1 if bos else 0), ("last", last, 0)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name}: expected an integer from {least}, got {value!r}")

@@ -22,16 +22,19 @@ class Recompute(Method):
     """Documents are put side by side; then `rows`, fewer from some layers on, run through the model again.
 
     Args:
-        sink: compute each document's KV behind the preamble, whose KV is then dropped (as the method `sink`), instead
-            of from nothing.
+        before: what each document's KV is computed behind, whose own KV is then dropped: "nothing"; "bos", the
+            tokenizer's BoS where it has one; "preamble", as in the method `sink`.
     """
 
-    def __init__(self, *, sink: bool = False) -> None:
-        self.sink = sink
+    def __init__(self, *, before: str = "nothing") -> None:
+        if before not in ("nothing", "bos", "preamble"):
+            raise ValueError(f'before: expected "nothing", "bos" or "preamble", got {before!r}')
+        self.before = before
 
     def prepare(self, context: Context, documents: Sequence[str]) -> Prepared:
         ids = tuple(self.document_ids(context, text) for text in documents)
-        before = context.preamble_ids if self.sink else ()
+        bos = getattr(context.tokenizer, "bos_token_id", None)
+        before = {"preamble": context.preamble_ids, "bos": () if bos is None else (bos,)}.get(self.before, ())
         blocks = [context.alone(document, before) for document in ids]
         preamble = context.preamble
         if preamble is not None:

@@ -35,9 +35,9 @@ METHODS: dict[str, Callable[..., Method]] = {
     "samkv": SamKV,
     "samkv-large": lambda: SamKV(initial=64, local=128, block=64, name="samkv-large"),
     "block-attention": BlockAttention,
-    "sink+cacheblend-<n>": lambda percent: CacheBlend(percent, sink=True),
-    "sink+epic-<n>": lambda tokens: Epic(tokens, sink=True),
-    "sink+a3-<n>": lambda percent: A3(percent, sink=True),
+    "sink+cacheblend-<n>": lambda percent: CacheBlend(percent, before="preamble"),
+    "sink+epic-<n>": lambda tokens: Epic(tokens, before="preamble"),
+    "sink+a3-<n>": lambda percent: A3(percent, before="preamble"),
     **compressed_methods(),
 }
 
