@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from kvspeed import generate, patch_model, speed_mask, unpatch_model
@@ -122,9 +124,10 @@ def test_many_question_tokens_and_rows(tokenizer):
     length = sum(part.length for part in parts)
     tokens = torch.tensor([long, [0] * 71 + short])
     mask = torch.cat([torch.ones(2, length, dtype=torch.long), (tokens != 0).long()], 1)
-    for mode in ("view", "copy"):
+    for mode, grad in itertools.product(("view", "copy"), (False, True)):  # where gradients are wanted, no kernel runs
         cache = assemble(parts[1:], model=model, preamble=parts[0], mode=mode)
-        got = padded(model, tokens, mask, cache)
+        with torch.set_grad_enabled(grad):
+            got = padded(model, tokens, mask, cache)
         for row, want in enumerate(rows):
             torch.testing.assert_close(got[row, -1], want, atol=ATOL, rtol=1e-4)
 

@@ -268,7 +268,7 @@ def test_names():
         (lambda: CURPress(0.3, sinks=-1), ValueError, "sinks"),
         (lambda: CURPress(0.3, window=0), ValueError, "window"),
         (lambda: LeveragePress(0.3, sketch=0), ValueError, "sketch"),
-        (lambda: press_from_name("cur-100"), ValueError, "fraction of tokens to remove"),
+        (lambda: press_from_name("cur-100"), ValueError, "would remove everything"),
         (lambda: as_press("cur-30"), TypeError, "press_from_name"),
         (lambda: as_press(None), TypeError, "press: expected"),
     ],

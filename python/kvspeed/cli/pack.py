@@ -13,6 +13,7 @@ from kvspeed.cli.texts import TextFile, read_texts
 
 if TYPE_CHECKING:
     from kvspeed.packet import Packet, PacketAdapter
+    from kvspeed.packet.press import Press
 
 
 @guarded
@@ -25,6 +26,12 @@ def pack(
         typer.Option("--k", help="Layers to compute and store (SPEED); the model is then asked at the same k."),
     ] = None,
     adapter: Annotated[Path | None, typer.Option("--adapter", help="Trained soft tokens (PacketAdapter.save).")] = None,
+    press: Annotated[
+        str | None,
+        typer.Option(
+            "--press", help="Remove tokens: random-30, tova-30, cur-30, leverage-30 (per cent); -whole: soft ones too."
+        ),
+    ] = None,
     dtype: DType = None,
     debug: Debug = False,
 ) -> None:
@@ -33,12 +40,13 @@ def pack(
     Packets that are there already and belong to the model are kept, so an interrupted run can be repeated. All inputs
     are checked before the first packet is written, and each packet appears under its name only when it is complete.
     """
+    chosen = _press(press)
     texts = read_texts(files)
     if out.exists() and not out.is_dir():
         raise Fault(f"--out: {out} is a file; give a folder")
     network, tokenizer, name = load_model(model, dtype)
     check_depth(k, network)
-    job = _Job(network, tokenizer, k, adapter)
+    job = _Job(network, tokenizer, k, adapter, chosen)
     for text in texts:
         job.check(text)
     out.mkdir(parents=True, exist_ok=True)
@@ -54,19 +62,32 @@ def pack(
         stdout().print(line, soft_wrap=True, markup=False)
 
 
+def _press(name: str | None) -> Press | None:
+    if name is None:
+        return None
+    from kvspeed.packet.press import press_from_name
+
+    try:
+        return press_from_name(name)
+    except ValueError as error:
+        raise Fault(f"--{error}") from None
+
+
 class _Job:
-    """A model, the depth and the adapter that all packets of a run share.
+    """A model, the depth, the adapter and the press that all packets of a run share.
 
     Raises:
         Fault, ValueError, TypeError: k or the adapter does not fit the model, or the model is not supported.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, k: int | None, adapter: Path | None) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Any, k: int | None, adapter: Path | None, press: Press | None = None
+    ) -> None:
         from kvspeed import patch_model
         from kvspeed.packet import PacketAdapter
 
         patch_model(model, k)
-        self.model, self.tokenizer = model, tokenizer
+        self.model, self.tokenizer, self.press = model, tokenizer, press
         self.adapter: PacketAdapter | None = None
         if adapter is not None:
             if not adapter.is_file():
@@ -96,12 +117,12 @@ class _Job:
         kept = self._existing(target, document)
         if kept is not None:
             return kept, True
-        packet = build_packet(self.model, self.tokenizer, document, self.adapter)
+        packet = build_packet(self.model, self.tokenizer, document, self.adapter, press=self.press)
         packet.save(target)
         return packet, False
 
     def _existing(self, target: Path, document: str) -> Packet | None:
-        """The packet at `target` if it is whole, of this very text, and belongs to model, depth and adapter."""
+        """The packet at `target` if it is whole, of this very text, and belongs to model, depth, adapter and press."""
         from kvspeed.packet import Packet, TensorFileError
         from kvspeed.packet.belongs import check_blocks
 
@@ -111,4 +132,6 @@ class _Job:
         except (FileNotFoundError, TensorFileError, ValueError):
             return None
         adapter = self.adapter.fingerprint() if self.adapter is not None and self.adapter.tokens else None
-        return packet if packet.text == document and packet.adapter_fingerprint == adapter else None
+        press = self.press.describe() if self.press is not None else None
+        same = packet.text == document and packet.adapter_fingerprint == adapter and packet.press == press
+        return packet if same else None

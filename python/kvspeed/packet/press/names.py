@@ -24,7 +24,7 @@ def press_from_name(name: str) -> Press:
     With `-whole` after it, soft tokens are not protected.
 
     Raises:
-        ValueError: there is no such press.
+        ValueError: there is no such press, or nothing would stay.
     """
     match = _NAME.fullmatch(name) if isinstance(name, str) else None
     if match is None or match[1] not in PRESSES:
@@ -33,6 +33,8 @@ def press_from_name(name: str) -> Press:
             f"press: {name!r} names no press; expected a name and a percentage to remove, such as {known}, and -whole "
             "after it where soft tokens need not stay"
         )
+    if float(match[2]) >= 100:
+        raise ValueError(f"press: {name!r} would remove everything; give a percentage below 100")
     return PRESSES[match[1]](float(match[2]) / 100, protect_soft=match[3] is None)
 
 
