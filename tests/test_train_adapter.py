@@ -351,7 +351,7 @@ def test_two_processes_do_the_work_of_one(tmp_path):
         )
         for rank in range(2)
     ]
-    said = [process.communicate(timeout=120) for process in running]
+    said = [process.communicate(timeout=900) for process in running]
     assert all(process.returncode == 0 for process in running), said
     assert said[0][0] == said[1][0]
     model, tokenizer = asked_model()

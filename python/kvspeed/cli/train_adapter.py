@@ -118,7 +118,7 @@ def train_adapter(
             given,
             soft,
             dev=held,
-            loss=loss,  # type: ignore[arg-type]
+            loss=loss,
             lr=lr,
             batch_size=batch_size,
             epochs=epochs,
@@ -161,11 +161,11 @@ def generated(tasks: str, contexts: int, seed: int, split: str = "train") -> lis
 
     weights: dict[str, float] = {}
     for part in filter(None, (part.strip() for part in tasks.split(","))):
-        name, _, weight = part.partition("=")
+        name, _, number = part.partition("=")
         if name not in GENERATED or name in weights:
             raise Fault(f"--tasks: got {name!r}, choose from {', '.join(GENERATED)}, each once")
         try:
-            weights[name] = float(weight or 1)
+            weights[name] = float(number or 1)
         except ValueError:
             weights[name] = 0.0
         if not 0 < weights[name] < float("inf"):
