@@ -162,8 +162,9 @@ def test_generate_in_both_modes(tokenizer, k):
     }
     alone = [generate(model, tokenizer, q, parts[1:], preamble=parts[0], max_new_tokens=6) for q in questions]
     assert answers["view"] == answers["copy"] == alone and all(alone)
-    graphs = generate(model, tokenizer, questions, parts[1:], preamble=parts[0], max_new_tokens=6, cuda_graph=True)
-    assert graphs == alone
+    for mode in ("view", "copy"):
+        options = dict(mode=mode, max_new_tokens=6, cuda_graph=True)
+        assert generate(model, tokenizer, questions, parts[1:], preamble=parts[0], **options) == alone
     if k is None:
         unpatch_model(model)
         copied = generate(model, tokenizer, questions, parts[1:], preamble=parts[0], mode="copy", max_new_tokens=6)
@@ -316,3 +317,26 @@ def test_the_kernels_of_gpus(tokenizer, mode):
         got = cached_logits(model, cache, question, answer)
     assert (got.float() - want.float()).abs().max() < 0.1 * want.float().std()
     assert not torch.equal(got, want)  # the emulator did run
+
+
+@pytest.mark.parametrize("storage", ["int8", "fp8", "bf16"])
+def test_fewer_tokens_in_fewer_bits(tokenizer, storage, tmp_path):
+    """Removing tokens and storing what is left in fewer bits go together, in both modes and through a file."""
+    from kvspeed.packet.quantise import quantise, storage_dtype
+
+    plain = tiny_model("llama", layers=3)
+    model = patch_model(tiny_model("llama", layers=3))
+    parts = blocks(model, tokenizer)
+    small = [quantise(part, storage_dtype(storage)) for part in parts]
+    for index, part in enumerate(small):
+        part.save(tmp_path / str(index))
+    small = [type(part).load(tmp_path / str(index)) for index, part in enumerate(small)]
+    question, answer = ids(QUESTION), ids(ANSWER, 1)
+    want = expected(plain, parts, question, answer)
+    found = [
+        cached_logits(model, assemble(small[1:], model=model, preamble=small[0], mode=mode), question, answer)
+        for mode in ("view", "copy")
+    ]
+    torch.testing.assert_close(found[0], found[1], atol=ATOL, rtol=1e-4)
+    error = (found[0] - want).abs().mean() / want.std()
+    assert 0 < error < 0.2  # wrong positions or scales give errors of the size of the spread itself
