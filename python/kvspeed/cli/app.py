@@ -14,6 +14,7 @@ from kvspeed.cli.demo import demo
 from kvspeed.cli.doctor import doctor
 from kvspeed.cli.evaluate import app as evaluate
 from kvspeed.cli.pack import pack
+from kvspeed.cli.store import app as store
 from kvspeed.cli.train_adapter import train_adapter
 
 __all__ = ["app", "main"]
@@ -32,6 +33,7 @@ app.command()(pack)
 app.command()(ask)
 app.command("train-adapter")(train_adapter)
 app.add_typer(evaluate, name="eval")
+app.add_typer(store, name="store")
 
 
 def _version(asked: bool) -> None:
