@@ -126,6 +126,9 @@ def test_goes_on_after_an_interruption(tmp_path, at, how):
     adapter = soft(model)
     with pytest.raises(how):
         train(model, tokenizer, samples, adapter, **options, folder=tmp_path, checkpoint_every=2, progress=stop)
+    if at > 1:  # what was best so far is there
+        notes = PacketAdapter.load(tmp_path / "adapter.safetensors", model).notes["training"]
+        assert notes["best_step"] in range(0, at + 1)
     adapter = soft(model)
     report = train(model, tokenizer, samples, adapter, **options, folder=tmp_path, checkpoint_every=2)
     assert equal(parts(adapter), parts(whole))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -170,17 +171,7 @@ def train_adapter(
         if dtype == "bf16" and own == torch.float32:
             stack.enter_context(bfloat16_products(model))
         run.train(Student(model, adapter, loss=loss, spec=spec, recompute=recompute), resume)
-    adapter.notes = {
-        **adapter.notes,
-        "training": {
-            **{name: value for name, value in settings.items() if name != "model"},
-            "train_samples": len(train),
-            "dev_samples": len(held),
-            "best_step": run.report.best_step,
-            "dev_loss": run.report.best_dev,
-            "dev_loss_untrained": run.report.first_dev,
-        },
-    }
+    adapter.notes = run.notes()
     run.write(final=True)
     return run.report
 
@@ -334,13 +325,26 @@ class _Run:
         self.checkpoint.save(self.adapter, optimizer, self.best, self.report, self.waited)
         self.write()
 
+    def notes(self) -> dict[str, Any]:
+        """What the adapter's file says of the run, beside what it said before."""
+        report = self.report
+        said = {name: value for name, value in self.settings.items() if name not in ("model", "soft tokens")}
+        said |= {"train_samples": report.samples, "dev_samples": report.dev_samples, "best_step": report.best_step}
+        said |= {"dev_loss": report.best_dev, "dev_loss_untrained": report.first_dev}
+        return {**self.adapter.notes, "training": said}
+
     def write(self, *, final: bool = False) -> None:
         """The curve, and the best soft tokens so far, into the folder."""
         if self.folder is None or not self.processes.is_main:
             return
         self.report.save_csv(self.folder / "curve.csv")
+        best = copy.deepcopy(self.adapter)
+        best.notes = self.notes()
+        with torch.no_grad():
+            for name, tensor in self.best.items():
+                getattr(best, name).copy_(tensor)
+        best.save(self.folder / "adapter.safetensors")
         if final:
-            self.adapter.save(self.folder / "adapter.safetensors")
             try:
                 self.report.save_png(self.folder / "curve.png")
             except ImportError:
