@@ -12,7 +12,7 @@ from methods_oracle import Case
 from packet_tools import tiny_tokenizer
 from tiny_models import tiny_model
 
-SMALL = dict(initial=2, local=3, block=4, stable=2)
+SMALL = dict(initial=2, local=2, block=6, stable=2)
 
 
 def oracle_choice(case: Case, method: SamKV) -> tuple[list[list[int]], list[list[int]]]:
