@@ -98,7 +98,7 @@ def test_a_report_of_what_is_there(tmp_path, model_dir):
     records = path.with_name("r.json.records").read_text()
     more = ["--samples", 3, *given, "full,nocache", "--report-only"]
     result = run("eval", "packets", "--tasks", TASKS, "--max-new-tokens", 4, *more)
-    assert result.exit_code == 0
+    assert result.exit_code == 0, result.stderr
     assert [(row["method"], row["questions"]) for row in json.loads(path.read_text())["rows"]] == [("nocache", 2)] * 2
     assert path.with_name("r.json.records").read_text() == records
 

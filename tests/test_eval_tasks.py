@@ -127,6 +127,13 @@ def test_needle_at_a_depth_and_in_a_haystack_of_a_length():
     assert all(len(sample.answers[0]) == 9 for sample in niah(20, seed=SEED, digits=9))
 
 
+@pytest.mark.parametrize("facts", range(1, 7))
+def test_a_person_has_as_many_facts_as_asked_for(facts):
+    for sample in biography(20, seed=SEED, facts=facts, documents=3):
+        assert all(text.count(". ") + 1 == facts and text.endswith(".") for text in sample.documents)
+        assert all(re.search(r"[A-Z]\w+ [A-Z]\w+", text) for text in sample.documents)
+
+
 def test_twenty_documents_and_more():
     assert all(len(sample.documents) == 20 for sample in biography(5, seed=SEED, documents=20))
     assert len(biography(1, seed=SEED, documents=40, split="train")[0].documents) == 40

@@ -145,7 +145,9 @@ def _person(rng: Random, names: Names, facts: int) -> tuple[str, dict[str, str],
         "subject": rng.choice(_SUBJECTS),
         "works for": names.firm(),
     }
-    kept = [fact for fact in FACTS if fact in set(rng.sample(sorted(known), facts))]
+    # as many draws as there are facts, of which the first counts: a seed's samples are what they always were
+    chosen, *_ = [rng.sample(sorted(known), facts) for _ in FACTS]
+    kept = [fact for fact in FACTS if fact in chosen]
     sentences = []
     for number, fact in enumerate(kept):
         sentence = rng.choice(FACTS[fact][0])
