@@ -181,3 +181,29 @@ def test_refusals(place, texts, model_dir, tmp_path):
     assert "positions: split the text" in refused(run("store", "add", place, texts[0], long, "--model", model_dir))
     assert not place.exists()
     assert "cannot be opened" in refused(run("store", "add", "nosuch://x", texts[0]))
+
+
+def test_ask_a_store(place, texts, model_dir, tmp_path):
+    ids = added(place, texts, model_dir)
+    assert run("pack", *texts[1:], "--out", tmp_path / "packed", "--model", model_dir).exit_code == 0
+
+    def answer(*arguments) -> dict:
+        result = run("ask", "What is tea?", "--packets", *arguments, "--model", model_dir, "--json")
+        assert result.exit_code == 0, result.stderr
+        return json.loads(result.stdout)
+
+    everything = answer(place)
+    assert everything["packets"] == sorted(ids)
+    two = answer(place, "--id", ids[1][:9], "--id", ids[2])
+    assert two["packets"] == ids[1:] and two["prefix_tokens"] < everything["prefix_tokens"]
+    assert two["answer"] == answer(tmp_path / "packed")["answer"]
+    small = added(place, texts[1:], model_dir, "--storage", "int8")
+    copies = [answer(place, "--id", small[0], "--id", small[1], "--mode", mode) for mode in ("copy", "view")]
+    assert copies[0]["prefix_tokens"] == two["prefix_tokens"] == copies[1]["prefix_tokens"]
+    for wrong, message in (
+        (["--packets", place], "were made in 2 ways"),
+        (["--packets", place, "--id", "00000000"], "is the beginning of 0 packets"),
+        (["--packets", tmp_path / "packed", "--id", ids[0]], "--id: names packets of a store"),
+        (["--packets", "memory://nothing-here"], "holds no packets"),
+    ):
+        assert message in refused(run("ask", "What?", *wrong, "--model", model_dir))

@@ -183,6 +183,20 @@ def test_threads_share_a_store(tmp_path):
     assert store.counters.built == 6 and store.stats().memory_bytes <= 60_000
 
 
+def test_more_packets_in_use_than_files_may_be_open(tmp_path):
+    import resource
+
+    store = open_store(tmp_path)
+    ids = store.add(some_texts(40, words=3))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 15, limits[1]))
+    try:
+        packets = open_store(tmp_path).load(ids)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert len({packet.text for packet in packets}) == 40
+
+
 # --- places that do not take it ---
 
 

@@ -1,5 +1,5 @@
 # Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
-"""`kvspeed ask`: a question to the packets in a folder."""
+"""`kvspeed ask`: a question to the packets in a folder or a store."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from kvspeed.cli.common import (
     progress,
     stderr,
 )
+from kvspeed.cli.stored import is_store, stored_packets
 from kvspeed.cli.texts import packet_files
 
 if TYPE_CHECKING:
@@ -30,7 +31,13 @@ if TYPE_CHECKING:
 @guarded
 def ask(
     question: Annotated[str, typer.Argument(help="What to ask.", show_default=False)],
-    packets: Annotated[Path, typer.Option("--packets", help="Folder that `kvspeed pack` wrote to.")],
+    packets: Annotated[
+        str, typer.Option("--packets", help="Folder that `kvspeed pack` wrote to, or a store (folder or URL).")
+    ],
+    ids: Annotated[
+        list[str] | None,
+        typer.Option("--id", help="Of a store: this packet (the first digits do); may be repeated. Default: all."),
+    ] = None,
     model: ModelName = None,
     k: Annotated[
         int | None,
@@ -47,7 +54,7 @@ def ask(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Answer a question from all packets of a folder, in the order of their file names.
+    """Answer a question from all packets of a folder, in the order of their file names, or from those of a store.
 
     Only the question and the answer are computed. Packets of another model, depth or adapter are refused.
     """
@@ -57,8 +64,13 @@ def ask(
         raise Fault("the question is empty; ask something")
     if mode not in ("view", "copy"):
         raise Fault(f"--mode: got {mode!r}, choose view or copy")
-    files = packet_files(packets)
-    loaded = _load(files)
+    if is_store(packets):
+        files, loaded = stored_packets(packets, ids or [])
+    elif ids:
+        raise Fault(f"--id: names packets of a store, and {packets} is none; leave it out to use all of its packets")
+    else:
+        files = packet_files(Path(packets))
+        loaded = _load(files)
     _check_asked_depth(files, loaded, k)
     _check_asked_dtype(files, loaded, dtype)
     first = loaded[0]

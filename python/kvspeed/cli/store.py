@@ -26,6 +26,7 @@ from kvspeed.cli.common import (
     stderr,
     stdout,
 )
+from kvspeed.cli.stored import chosen_entries
 from kvspeed.cli.texts import read_texts
 
 if TYPE_CHECKING:
@@ -51,8 +52,6 @@ PressName = Annotated[
 Storage = Annotated[
     str | None, typer.Option("--storage", help="Keep numbers as bf16, f16, int8 or fp8. Default: as computed.")
 ]
-
-_SHORTEST = 4  # digits by which a packet may be named, where that is enough to tell it
 
 
 @app.command()
@@ -134,7 +133,9 @@ def rm(
 ) -> None:
     """Remove packets. All are looked for before the first is removed."""
     opened = _open(store)
-    chosen = _chosen(opened, ids or [], recipe)
+    chosen = chosen_entries(opened, ids or [], recipe)
+    if not ids and recipe is None:
+        raise Fault("name the packets to remove by their ids, or a recipe with --recipe")
     size = 0
     for entry in chosen:
         try:
@@ -316,34 +317,6 @@ def _print_list(report: dict[str, Any], names: dict[str, str]) -> None:
 
 def _printable(text: str) -> str:
     return "".join(char if char.isprintable() else "�" for char in text)
-
-
-def _chosen(opened: PacketStore, ids: list[str], recipe: str | None) -> list[Entry]:
-    """The packets that are meant.
-
-    Raises:
-        Fault: nothing is meant, or some are not there, or meant in more than one way; a sentence each.
-    """
-    entries = list(opened.entries())
-    found: dict[str, Entry] = {}
-    faults = []
-    if recipe is not None:
-        names = sorted({entry.folder for entry in entries if entry.folder.startswith(recipe)})
-        if len(names) != 1 or not recipe:
-            faults.append(f"--recipe: {recipe!r} is the beginning of {counted(len(names), 'recipe')}; see store ls")
-        found |= {entry.id: entry for entry in entries if names == [entry.folder]}
-    for id in ids:
-        meant = [entry for entry in entries if entry.id.startswith(id.lower())]
-        if len(id) < _SHORTEST:
-            faults.append(f"{id!r} is too short to name a packet; give at least {_SHORTEST} digits")
-        elif len(meant) != 1:
-            faults.append(f"{id!r} is the beginning of {counted(len(meant), 'packet')}; see kvspeed store ls")
-        found |= {entry.id: entry for entry in meant[:1]}
-    if not ids and recipe is None:
-        faults.append("name the packets to remove by their ids, or a recipe with --recipe")
-    if faults:
-        raise Fault(*faults)
-    return list(found.values())
 
 
 def _size(count: float) -> str:

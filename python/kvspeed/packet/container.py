@@ -1,20 +1,21 @@
 # Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
 """The safetensors layout, written and read in memory: 8 bytes of length, a JSON head, the tensors' bytes without gaps.
 
-Reading checks everything that the head claims before a tensor is made, and makes tensors that share the buffer's
-memory; with a memory-mapped file nothing is read until a tensor is.
+Reading checks everything that the head claims before a tensor is made, and makes tensors that share the file's memory;
+of a mapped file nothing is read until a tensor is.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-__all__ = ["ContainerError", "Head", "parse_head", "parse_tensors", "write_head", "write_pieces"]
+__all__ = ["ContainerError", "Head", "map_file", "parse_head", "parse_tensors", "write_head", "write_pieces"]
 
 _ALIGNMENT = 64
 _MOST_HEAD = 100_000_000  # bytes; the limit of the safetensors library
@@ -98,6 +99,26 @@ def write_pieces(head: bytes, order: list[str], tensors: dict[str, torch.Tensor]
 # ---- reading -------------------------------------------------------------------------------------------------------
 
 
+def map_file(descriptor: int, size: int, path: str) -> torch.Tensor:
+    """The `size` bytes of an open file as uint8 `[size]`, memory-mapped, private to this process.
+
+    What a caller writes to them never reaches the file. No descriptor stays open, so that there may be more mapped
+    files than a process may have open.
+
+    Raises:
+        OSError: the file cannot be mapped.
+    """
+    if size == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    # by descriptor where the system has a name for that: the path may be another file by now
+    name = f"/proc/self/fd/{descriptor}"
+    try:
+        storage = torch.UntypedStorage.from_file(name if os.path.exists(name) else path, False, size)
+    except RuntimeError as error:
+        raise OSError(f"{path} cannot be mapped into memory ({error})") from error
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
 def parse_head(buffer: Any) -> Head:
     """The head of a file whose first bytes are `buffer`, checked in itself; the tensors need not be there.
 
@@ -126,21 +147,20 @@ def parse_head(buffer: Any) -> Head:
     return Head(metadata, entries, 8 + length)
 
 
-def parse_tensors(buffer: Any, head: Head) -> dict[str, torch.Tensor]:
-    """The tensors of a whole file; they share the memory of `buffer`, which must be writable and is kept alive.
+def parse_tensors(data: torch.Tensor, head: Head) -> dict[str, torch.Tensor]:
+    """The tensors of a whole file, uint8 `[size]`, whose memory they share (a misaligned one is copied).
 
     Raises:
         ContainerError: the file is shorter or longer than its head says.
     """
-    if len(buffer) != head.size:
-        raise ContainerError(f"it has {len(buffer)} bytes and its head describes {head.size}")
+    if len(data) != head.size:
+        raise ContainerError(f"it has {len(data)} bytes and its head describes {head.size}")
     tensors = {}
     for name, (dtype, shape, start, end) in head.entries.items():
-        if start == end:
-            tensors[name] = torch.empty(shape, dtype=dtype)
-            continue
-        count = (end - start) // dtype.itemsize
-        tensors[name] = torch.frombuffer(buffer, dtype=dtype, count=count, offset=head.start + start).view(shape)
+        piece = data[head.start + start : head.start + end]
+        if piece.storage_offset() % dtype.itemsize:
+            piece = piece.clone()
+        tensors[name] = piece.view(dtype).view(shape)
     return tensors
 
 

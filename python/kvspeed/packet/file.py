@@ -11,6 +11,7 @@ tensors against the description.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -85,9 +86,9 @@ def load_packet(path: str | os.PathLike[str], *, verify: bool = True) -> Packet:
     return _checked(str(Path(path)), *read_tensor_file(path, FORMAT, VERSION, verify=verify))
 
 
-def parse_packet(buffer: Any, source: str, *, verify: bool = True) -> Packet:
+def parse_packet(data: torch.Tensor, source: str, *, verify: bool | Callable[[str], bool] = True) -> Packet:
     """`load_packet` for the bytes of a file, see `tensorfile.parse_tensor_file`."""
-    return _checked(source, *parse_tensor_file(buffer, source, FORMAT, VERSION, verify=verify))
+    return _checked(source, *parse_tensor_file(data, source, FORMAT, VERSION, verify=verify))
 
 
 def _checked(source: str, header: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Packet:

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import mmap
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 
 from kvspeed.digest import tensor_digest
-from kvspeed.packet.container import ContainerError, parse_head, parse_tensors, write_head, write_pieces
+from kvspeed.packet.container import ContainerError, map_file, parse_head, parse_tensors, write_head, write_pieces
 
 __all__ = [
     "Encoded",
@@ -140,33 +139,35 @@ def read_tensor_file(
         raise TensorFileError(f"{path} is no regular file, and so no {format} file")
     with open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        # private to this process: what a caller wrongly writes to a packet never reaches the file
-        buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if size else b""
-    return parse_tensor_file(buffer, str(path), format, version, verify=verify)
+        data = map_file(file.fileno(), size, str(path))
+    return parse_tensor_file(data, str(path), format, version, verify=verify)
 
 
 def parse_tensor_file(
-    buffer: Any, source: str, format: str, version: int, *, verify: bool = True
+    data: torch.Tensor, source: str, format: str, version: int, *, verify: bool | Callable[[str], bool] = True
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """`read_tensor_file` for a file that is in memory.
 
     Args:
-        buffer: all bytes of the file, writable (bytearray, mmap); the tensors share its memory.
+        data: all bytes of the file, uint8 `[size]`; the tensors share its memory.
         source: what messages call it.
-        format, version, verify: as in `read_tensor_file`.
+        format, version: as in `read_tensor_file`.
+        verify: the same, or a function that is given the checksum in the file and says whether to compare it.
 
     Raises:
         TensorFileError: as in `read_tensor_file`.
     """
     try:
-        head = parse_head(buffer)
+        head = parse_head(data.numpy().data)
         text, found_version = _check_metadata(source, head.metadata, format, version)
-        tensors = parse_tensors(buffer, head)
+        tensors = parse_tensors(data, head)
     except ContainerError as error:
         raise TensorFileError(
             f"{source} is truncated, altered or no {format} file ({brief(error)}): build it anew"
         ) from error
-    if verify and _checksum(format, found_version, text, tensors) != head.metadata["checksum"]:
+    claimed = head.metadata["checksum"]
+    wanted = verify(claimed) if callable(verify) else verify
+    if wanted and _checksum(format, found_version, text, tensors) != claimed:
         raise TensorFileError(f"{source} was altered or damaged (its checksum does not match): build it anew")
     return _description(source, text), tensors
 

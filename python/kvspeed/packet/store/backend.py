@@ -12,6 +12,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
+
 from kvspeed.packet.tensorfile import Encoded
 
 __all__ = ["ENDING", "Backend", "Entry", "open_backend"]
@@ -70,8 +72,9 @@ class Backend(Protocol):
     def write(self, name: str, encoded: Encoded) -> None:
         """Write a packet in one step: others see all of it or nothing."""
 
-    def read(self, name: str) -> tuple[Any, Any]:
-        """`(buffer, identity)`: the bytes, writable without effect on the file, and what is equal for the same file."""
+    def read(self, name: str) -> tuple[torch.Tensor, Any]:
+        """`(data, identity)`: uint8 `[size]`, writable without effect on the file; what is equal for the same file, or
+        None where every reading must be taken for another."""
 
     def read_start(self, name: str, count: int) -> bytes:
         """The first `count` bytes, or all where there are fewer."""

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+
 from kvspeed.packet.file import FORMAT, VERSION, parse_packet
 from kvspeed.packet.packet import Packet
 from kvspeed.packet.store.backend import Backend
@@ -16,6 +18,8 @@ from kvspeed.packet.tensorfile import TensorFileError, parse_description
 
 __all__ = ["Checksums", "Reader"]
 
+_USUAL_HEAD = 2**16  # bytes in which the heads of most packets end
+
 Checksums = Literal["once", "always", "never"]
 
 
@@ -23,14 +27,14 @@ Checksums = Literal["once", "always", "never"]
 class _Bytes:
     """A file that is there already, to be copied."""
 
-    data: Any
+    data: torch.Tensor
 
     @property
     def size(self) -> int:
         return len(self.data)
 
-    def pieces(self) -> Iterator[Any]:
-        yield self.data
+    def pieces(self) -> Iterator[memoryview]:
+        yield self.data.numpy().data
 
 
 class Reader:
@@ -38,8 +42,8 @@ class Reader:
 
     Checksums: a packet's bytes are compared with its checksum when this object first reads the file ("once"), whenever
     it does ("always"), or not ("never"; structure and description are checked all the same). "once" costs one pass
-    over the bytes, in which they are brought into memory; the file's identity is remembered, and a file is never
-    changed in place, so the next reading is as fast as mapping.
+    over the bytes, in which they are brought into memory; the file (its inode, size and checksum) is remembered, and a
+    file is never changed in place, so the next reading is as fast as mapping.
 
     Args:
         backend: where packets come from.
@@ -74,13 +78,13 @@ class Reader:
             pass
         except TensorFileError:  # a damaged copy is fetched anew
             self.cache.backend.delete(name)
-        buffer, _ = self.backend.read(name)
+        data, _ = self.backend.read(name)
         try:
-            self.cache.make_room(len(buffer), ())
-            self.cache.backend.write(name, _Bytes(buffer))  # type: ignore[arg-type]
+            self.cache.make_room(len(data), ())
+            self.cache.backend.write(name, _Bytes(data))  # type: ignore[arg-type]
             return self._parse(self.cache.backend, name, False)
         except StoreError:  # larger than the cache, or its disk is full: the packet itself is here
-            return parse_packet(buffer, self._source(self.backend, name), verify=self.checksums != "never")
+            return parse_packet(data, self._source(self.backend, name), verify=self.checksums != "never")
 
     def prefetch(self, names: list[str]) -> None:
         """These are about to be read, in this order."""
@@ -108,17 +112,26 @@ class Reader:
         Raises:
             FileNotFoundError, TensorFileError: it is not there, or not even its beginning is whole.
         """
-        length = int.from_bytes(self.backend.read_start(name, 8), "little")
-        start = self.backend.read_start(name, 8 + min(length, 10**8))
+        start = self.backend.read_start(name, _USUAL_HEAD)
+        length = 8 + min(int.from_bytes(start[:8], "little"), 10**8)
+        if length > len(start) == _USUAL_HEAD:
+            start = self.backend.read_start(name, length)
         return parse_description(start, self._source(self.backend, name), FORMAT, VERSION)
 
     def _parse(self, backend: Backend, name: str, verify: bool) -> Packet:
-        buffer, identity = backend.read(name)
-        known = identity is not None and identity in self._verified
-        verify = verify or self.checksums == "always" or (self.checksums == "once" and not known)
-        packet = parse_packet(buffer, self._source(backend, name), verify=verify)
-        if verify and identity is not None:
-            self._verified.add(identity)
+        data, identity = backend.read(name)
+        compared: list[str] = []
+
+        def wanted(checksum: str) -> bool:
+            # an inode is used again when its file is gone, so that alone is not the file's identity
+            known = identity is not None and (identity, checksum) in self._verified
+            if verify or self.checksums == "always" or (self.checksums == "once" and not known):
+                compared.append(checksum)
+            return bool(compared)
+
+        packet = parse_packet(data, self._source(backend, name), verify=wanted)
+        if identity is not None:
+            self._verified.update((identity, checksum) for checksum in compared)
         return packet
 
     @staticmethod

@@ -9,7 +9,6 @@ whoever has mapped one keeps it, whatever happens to the name. The time of modif
 
 from __future__ import annotations
 
-import mmap
 import os
 import secrets
 import stat
@@ -19,6 +18,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
+from kvspeed.packet.container import map_file
 from kvspeed.packet.store.backend import ENDING, Entry
 from kvspeed.packet.store.errors import StoreError, reaching
 from kvspeed.packet.tensorfile import Encoded
@@ -99,14 +101,13 @@ class LocalBackend:
     def write(self, name: str, encoded: Encoded) -> None:
         self._write(self.root / name, encoded.pieces)
 
-    def read(self, name: str) -> tuple[Any, Any]:
+    def read(self, name: str) -> tuple[torch.Tensor, Any]:
         with reaching(self.place, f"read {name} of"), open(self.root / name, "rb", opener=_open_at_once) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise StoreError(f"{self.place}/{name} is no regular file: remove it")
-            # private to this process: what a caller wrongly writes to a packet never reaches the file
-            buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if status.st_size else bytearray()
-        return buffer, (status.st_dev, status.st_ino, status.st_size)
+            data = map_file(file.fileno(), status.st_size, str(self.root / name))
+        return data, (status.st_dev, status.st_ino, status.st_size)
 
     def read_start(self, name: str, count: int) -> bytes:
         with reaching(self.place, f"read {name} of"), open(self.root / name, "rb", opener=_open_at_once) as file:

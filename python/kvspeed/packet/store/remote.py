@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from datetime import datetime
 from typing import Any
 
+import torch
+
 from kvspeed.packet.store.backend import ENDING, Entry
 from kvspeed.packet.store.errors import StoreError, reaching
 from kvspeed.packet.tensorfile import Encoded, brief
@@ -107,12 +109,13 @@ class FsspecBackend:
     def write(self, name: str, encoded: Encoded) -> None:
         self._put(name, b"".join(encoded.pieces()))
 
-    def read(self, name: str) -> tuple[Any, Any]:
+    def read(self, name: str) -> tuple[torch.Tensor, Any]:
         data = self._fetched.pop(name, None)
         if data is None:
             with self._reaching(f"read {name} of"):
                 data = self.fs.cat_file(self._path(name))
-        return bytearray(data), None  # read anew, checked anew
+        buffer = bytearray(data)
+        return torch.frombuffer(buffer, dtype=torch.uint8) if buffer else torch.empty(0, dtype=torch.uint8), None
 
     def read_start(self, name: str, count: int) -> bytes:
         with self._reaching(f"read {name} of"):

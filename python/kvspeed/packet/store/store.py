@@ -243,6 +243,24 @@ class PacketStore:
         """The files of this store's packets (of all recipes without a model), with size and time of last use."""
         return self._shelf.catalogue.entries(self.recipe)
 
+    def describe(self, id: str) -> dict[str, Any]:
+        """What the file of a packet says besides its numbers, which are not read: text, token_ids, layers, k, ...
+
+        Raises:
+            KeyError: it is not there.
+            TensorFileError: not even this part of the file is whole.
+            StoreError: the place cannot be read.
+        """
+        try:
+            return self._shelf.reader.description(self._shelf.name(_checked_id(id)))[0]
+        except FileNotFoundError:
+            raise MissingPacketError(self._shelf.catalogue.missing(id, self.recipe)) from None
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is a store at the place; it is made by the first packet that is added."""
+        return self._shelf.catalogue.exists
+
     def recipes(self) -> dict[str, Recipe | None]:
         """How the packets of each folder are made; None where its description is missing or damaged."""
         return self._shelf.catalogue.recipes()
