@@ -9,7 +9,8 @@ environment and a process of its own:
     PYTHONPATH=python kvpress-env/bin/python tests/kvpress_check.py
 
 (where kvspeed is not installed in that environment, its compiled extension must be built for the same Python). The
-script prints one line a comparison and ends with 0 where all agree. test_press_kvpress.py runs it.
+script prints one line a comparison and ends with 0 where all agree. test_press_kvpress.py runs it. Two arguments are
+understood: a seed, and the folder of a model to compare on instead of the tiny ones.
 """
 
 from __future__ import annotations
@@ -205,6 +206,32 @@ def protected(model: Any, tokenizer: Any, text: str) -> Iterator[tuple[str, str]
     yield "view = copy", close(logits[0], logits[1], 1e-4)
 
 
+def report(model: str, checks: list[Iterator[tuple[str, str]]]) -> int:
+    """Print what the comparisons found; returns how many failed."""
+    failures = 0
+    for check in checks:
+        for name, fault in check:
+            failures += bool(fault)
+            print(f"{'FAILED' if fault else 'ok    '} {model}: {name}{': ' + fault if fault else ''}", flush=True)
+    return failures
+
+
+@torch.no_grad()
+def main_on(folder: Path) -> int:
+    """The comparisons on a model from a folder, on a text without equal tokens."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text, seen = "", set()
+    words = Path(__file__).read_text().split()
+    for word in (words[place] for place in torch.randperm(len(words)).tolist()):
+        ids = tokenizer(text + " " + word, add_special_tokens=False)["input_ids"]
+        if word.isalpha() and len(set(ids)) == len(ids) and word not in seen and len(ids) <= 120:
+            text, seen = text + " " + word, seen | {word}
+    return report(folder.name, [check(model, tokenizer, text) for check in (own_presses, bridged)])
+
+
 @torch.no_grad()
 def main(folder: Path) -> int:
     """Run all comparisons; returns how many failed."""
@@ -222,10 +249,7 @@ def main(folder: Path) -> int:
         ]
         if architecture == "llama":
             checks += [kvzap(model, tokenizer, text, folder), refused(model, tokenizer, text)]
-        for check in checks:
-            for name, fault in check:
-                failures += bool(fault)
-                print(f"{'FAILED' if fault else 'ok    '} {architecture}: {name}{': ' + fault if fault else ''}")
+        failures += report(architecture, checks)
     return failures
 
 
@@ -233,5 +257,7 @@ if __name__ == "__main__":
     import tempfile
 
     torch.manual_seed(int(sys.argv[1]) if len(sys.argv) > 1 else torch.seed() % 2**31)
+    if len(sys.argv) > 2:
+        sys.exit(1 if main_on(Path(sys.argv[2])) else 0)
     with tempfile.TemporaryDirectory() as scratch:
         sys.exit(1 if main(Path(scratch)) else 0)

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,9 @@ def stand_in(**members):
 def test_the_bridge_without_kvpress():
     press = as_press(stand_in())
     assert press.ratio == 0.25 and press.describe()["name"] == "kvpress.StandIn" and as_press(press) is press
+    assert not as_press(stand_in(), protect_soft=False).protect_soft
+    with pytest.raises(ValueError, match=r"ratio: is 0\.5, and the press of kvpress has compression_ratio 0\.25"):
+        replace(press, ratio=0.5)
     with pytest.raises(ValueError, match="StandIn does more than give scores"):
         as_press(stand_in(compress=lambda self: 1))
     with pytest.raises(ValueError, match="fraction of tokens to remove"):

@@ -20,8 +20,12 @@ from kvspeed.packet.press.base import LayerKV, Press, check_ratio
 __all__ = ["KvpressPress", "as_press"]
 
 
-def as_press(press: Any) -> Press:
+def as_press(press: Any, *, protect_soft: bool = True) -> Press:
     """`press` itself, or a press of kvpress made into one.
+
+    Args:
+        press: of `kvspeed.packet.press`, or a `kvpress.ScorerPress`.
+        protect_soft: of a press of kvpress, whether an adapter's soft tokens stay; the others know it themselves.
 
     Raises:
         TypeError: it is neither.
@@ -41,7 +45,7 @@ def as_press(press: Any) -> Press:
             f"press: {type(press).__name__} does more than give scores, and a packet keeps equally many tokens in "
             "every layer and head, unchanged: use a kvpress.ScorerPress that has no compress of its own"
         )
-    return KvpressPress(press.compression_ratio, inner=press)
+    return KvpressPress(press.compression_ratio, protect_soft, inner=press)
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,11 @@ class KvpressPress(Press):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_ratio(self.inner.compression_ratio)
+        if self.ratio != self.inner.compression_ratio:
+            raise ValueError(
+                f"ratio: is {self.ratio}, and the press of kvpress has compression_ratio "
+                f"{self.inner.compression_ratio}: use as_press, which takes it from there"
+            )
 
     def describe(self) -> dict[str, Any]:
         from importlib.metadata import PackageNotFoundError, version
