@@ -314,7 +314,7 @@ def prefill_block(head_dim: int, row_tiles: int) -> Block:
     """As csrc/cuda/segment_prefill.cuh has it."""
     pitch, rows, keys = head_dim + 8, 64 * row_tiles, 32 if head_dim > 128 else 64
     query = 0 if row_tiles * head_dim <= 128 else rows * pitch
-    own = (128 + 16 + 9 * 4 + 4 * rows + 7) // 8 * 8
+    own = (128 + 16 + 9 * 4 + 4 * rows + 15) // 16 * 16
     return Block(128, (query + 2 * keys * pitch) * 2 + own, keys * head_dim * 2)
 
 

@@ -194,9 +194,23 @@ FAULTS = [
     Fault(
         "a split that starts at another segment's units",
         "segment_decode.cuh",
-        "begin = («split - s.unit_begin») * p.split_units;",
+        "begin = (first_planned(p, s) / p.split_units + «split - s.unit_begin») * p.split_units;",
         "split",
         DECODE_SPLITS,
+    ),
+    Fault(
+        "splits counted from a segment's start where a window hides it",
+        "segment_decode.cuh",
+        "begin = («first_planned(p, s) / p.split_units» + split",
+        "0",
+        f"{DECODE_SPLITS} window=300",
+    ),
+    Fault(
+        "prefill: tiles counted from a segment's start where a window hides it",
+        "segment_prefill.cuh",
+        "s.unit_begin - «first_planned(p_, s) / kKeys»;",
+        "0",
+        f"{PREFILL} split=64 window=150",
     ),
     Fault(
         "base-2 and natural logarithms mixed up",

@@ -78,6 +78,11 @@ KVS_DEVICE Visible visible_keys(const AttentionParams& p, const DeviceSegment& s
   return v;
 }
 
+// The first token of a segment that the plan counts on, see attention_plan.h: units are counted from the one it is in.
+KVS_DEVICE int first_planned(const AttentionParams& p, const DeviceSegment& s) {
+  return clamp_to(p.window_start - s.position, 0, s.tokens);
+}
+
 // ---- queries -------------------------------------------------------------------------------------------------------
 
 // Packed rows row0 to row0 + kRows - 1 of the query, turned by minus the segment's offset (in float32, rounded once),

@@ -236,6 +236,8 @@ kvspeed_status segment_attention(const Args& g, const kvspeed_execution& executi
   Layout layout;
   layout.lay_out(g, execution.device_index, workspace);
   if (!fits(g, layout)) return KVSPEED_UNSUPPORTED;
+  const kvspeed_status status = check_workspace(execution, workspace.used());
+  if (status != KVSPEED_OK) return status;
 
   const DeviceGuard guard(execution.device_index);
   if (guard.error() != 0) return report(guard.error());

@@ -56,7 +56,7 @@ KVS_DEVICE DecodeRange decode_range(const AttentionParams& p, const DeviceSegmen
   const Visible v = visible_keys(p, s, batch);
   int begin = 0, end = kMaxTokens;
   if (p.splits > 1) {
-    begin = (split - s.unit_begin) * p.split_units;
+    begin = (first_planned(p, s) / p.split_units + split - s.unit_begin) * p.split_units;
     end = begin + p.split_units;
   }
   const int last = p.query_tokens - 1;

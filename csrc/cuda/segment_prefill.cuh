@@ -138,7 +138,7 @@ class Prefill {
       gpu::sync_block();
       const DeviceSegment& s = block_.segment;
       const Visible seen = visible_keys(p_, s, block_.batch);
-      const int before = p_.splits == 1 ? 0 : s.unit_begin;
+      const int before = p_.splits == 1 ? 0 : s.unit_begin - first_planned(p_, s) / kKeys;  // units, at its tile 0
       const int from = seen.low_of(block_.token[0]), to = seen.high_of(block_.token[Shape::kRows - 1]);
       tile_ = max_of(from / kKeys, begin - before);
       const int tile_end = min_of((to + kKeys - 1) / kKeys, end - before);
