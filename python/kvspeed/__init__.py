@@ -16,6 +16,7 @@ _EXPORTS = {
     "Packet": "kvspeed.packet",
     "PacketAdapter": "kvspeed.packet",
     "Segment": "kvspeed.segment",
+    "SegmentList": "kvspeed.segment",
     "SpeedSpec": "kvspeed.rule",
     "VerifyReport": "kvspeed.gate",
     "assemble": "kvspeed.packet",

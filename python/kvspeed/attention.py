@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -61,7 +61,7 @@ def attention_forward(
         if plan.deep is not None and index >= plan.deep.spec.k:
             out = _deep(plan, plan.deep, index, query, key, value, scale, softcap, window, dropout)
             return out.transpose(1, 2).contiguous(), None
-        segments = plan.cache.layer(index).segments if plan.cache is not None else None
+        segments = plan.cache is not None and len(plan.cache.layer(index).segments) > 0
         few = query.shape[2] == 1 or (plan.past > 0 and (query.is_cuda or query.shape[2] <= _MAX_KERNEL_QUERIES))
         kernel = plan.kernels and _covered(query, key, value)
         if segments and not kernel:
@@ -94,7 +94,8 @@ def _segments(
 ) -> torch.Tensor:
     assert plan.cache is not None
     layer = plan.cache.layer(index)
-    segments, start = layer.segments, layer.prefix + layer.start
+    segments: Sequence[Segment] = layer.segments
+    start = layer.prefix + layer.start
     first = plan.first(query.device, layer.start)
     copied = plan.cache.assembled - layer.prefix if first is not None else 0
     if copied:  # packets were copied to the tail's front; the rows' padding comes after them

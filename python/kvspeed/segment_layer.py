@@ -9,7 +9,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from kvspeed import ops
-from kvspeed.segment import Segment
+from kvspeed.segment import Segment, SegmentList
 
 __all__ = ["SegmentLayer"]
 
@@ -30,7 +30,7 @@ class SegmentLayer(CacheLayerMixin):
     def __init__(self, capacity: int = 0, window: int | None = None) -> None:
         self._key: torch.Tensor | None = None
         self._value: torch.Tensor | None = None
-        self.segments: list[Segment] = []
+        self.segments = SegmentList()
         self.prefix = 0  # positions that the segments cover
         self.start = 0  # tokens that were forgotten before them
         self.length = 0  # tokens in the tail
@@ -165,14 +165,14 @@ class SegmentLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # its name before transformers 5
 
     def reset(self) -> None:
-        self.segments, self.prefix, self.start, self.length = [], 0, 0, 0
+        self.segments, self.prefix, self.start, self.length = SegmentList(), 0, 0, 0
 
     def map_rows(self, rows: torch.Tensor) -> None:
         """Replace the batch by `rows` of it (int64 `[B']`); the segments are shared and stay."""
         if self._key is not None and self._value is not None:
             self._key = _rows(self._key, self.length, rows)
             self._value = _rows(self._value, self.length, rows)
-        self.segments = [_segment_rows(segment, rows) for segment in self.segments]
+        self.segments = SegmentList.adopt(_segment_rows(segment, rows) for segment in self.segments)
 
 
 def _empty(like: torch.Tensor, tokens: int) -> torch.Tensor:
