@@ -179,8 +179,10 @@ typedef struct kvspeed_segment_attention_args {
   int64_t out_stride[3];  // batch, head, token
   float* lse;             // [batch, heads, query_tokens] contiguous, natural log, or NULL
 
-  // Tokens a split covers; 0 lets the library choose. Splits depend on the lengths alone, never on batch or threads,
-  // so a row's result is the same bits alone and in a batch.
+  // Tokens a split covers; 0 lets the library choose. Where it is given, and on the CPU always, splits depend on
+  // lengths, positions and window alone, never on batch or threads, so a row's result is the same bits alone and in a
+  // batch. On CUDA the library's own choice also looks at the batch, the heads and the device's number of
+  // multiprocessors: the same row may then differ in its last bits.
   int64_t split_tokens;
 } kvspeed_segment_attention_args;
 
