@@ -305,7 +305,7 @@ class Block:
 
 def decode_block(head_dim: int) -> Block:
     """As csrc/cuda/segment_decode.cuh has it; tests/test_bench_roofline.py compares."""
-    pitch, warps, runs = head_dim + 8, 4 if head_dim <= 128 else 2, 3 if head_dim <= 96 else 2
+    pitch, warps, runs = head_dim + 8, 4 if head_dim <= 128 else 2, 3 if head_dim <= 80 else 2
     ring = warps * runs * 2 * 16 * pitch * 2
     return Block(32 * warps, 128 + 16 * pitch * 2 + ring, warps * (2 * runs - 1) * 16 * head_dim * 2)
 

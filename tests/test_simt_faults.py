@@ -203,14 +203,14 @@ FAULTS = [
         "segment_decode.cuh",
         "begin = («first_planned(p, s) / p.split_units» + split",
         "0",
-        f"{DECODE_SPLITS} window=300",
+        f"{DECODE_SPLITS} window=60",
     ),
     Fault(
         "prefill: tiles counted from a segment's start where a window hides it",
         "segment_prefill.cuh",
         "s.unit_begin - «first_planned(p_, s) / kKeys»;",
         "0",
-        f"{PREFILL} split=64 window=150",
+        "attention d=64 b=1 h=4 hkv=2 s=45 seg=350:7,41:-5 tail=275 split=64 window=40",
     ),
     Fault(
         "base-2 and natural logarithms mixed up",

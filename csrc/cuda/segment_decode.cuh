@@ -25,8 +25,8 @@ struct DecodeShape {
   static constexpr int kWarps = D <= 128 ? 4 : 2;
   static constexpr int kThreads = 32 * kWarps;
   // Runs on their way in each warp, keys and values apart: all but one of 2 * kRuns transfers are in flight while a
-  // warp works. Chosen so that a block fits into the 99 KB of the smallest GPUs and 2 or 3 into those of the largest.
-  static constexpr int kRuns = D <= 96 ? 3 : 2;
+  // warp works. Chosen so that a block fits into the 99 KB of the smallest GPUs, 2 into 164 and 3 into 228 KB.
+  static constexpr int kRuns = D <= 80 ? 3 : 2;
   static constexpr int kBlocksPerSm = 3;
   static constexpr int kTileNumbers = kKeys * kPitch<D>;
   static constexpr int kRingBytes = kWarps * kRuns * 2 * kTileNumbers * 2;
