@@ -38,7 +38,6 @@ def _dry_run(out: Path, *words: str) -> tuple[subprocess.CompletedProcess[str], 
     return done, json.loads(out.read_text())
 
 
-@pytest.mark.skip(reason="8-bit packets are not yet read by rope_concat on the CPU, which these runs compare with")
 def test_the_dry_run_goes_through_every_stage_on_the_emulator(bench: ModuleType, tmp_path: Path) -> None:
     from simt import build  # here the first build of the emulator has all the time it needs
 
@@ -155,7 +154,6 @@ def test_the_self_test_covers_every_wrapper() -> None:
     assert not missing, f"tests/native/gpu_wrappers.cu checks no {', '.join(missing)}"
 
 
-@pytest.mark.skip(reason="8-bit packets are not yet read by rope_concat on the CPU, which these runs compare with")
 def test_the_self_test_passes_in_the_emulator() -> None:
     from simt import build
 
