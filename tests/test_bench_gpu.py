@@ -76,6 +76,8 @@ def test_the_dry_run_goes_through_every_stage_on_the_emulator(bench: ModuleType,
         assert method in names
     plain = next(value for key, value in models.items() if key.endswith("unpatched"))
     for key, case in models.items():
+        if not isinstance(case, dict):  # the number of launches
+            continue
         if "eager" in case:
             assert all(
                 math.isfinite(x) and x > 0 for x in (case["eager"]["ttft_seconds"], case["eager"]["token_seconds"])
