@@ -124,7 +124,8 @@ AttentionPlan plan_prefill(const AttentionWork& work, const Ranges& ranges, int6
   const int64_t keys = prefill_keys(work.head_dim), tiles = count_units(ranges, segments, keys);
   AttentionPlan plan = {false, keys, tiles > 0 ? tiles : 1, 1, false};
   if (work.split_tokens > 0) {
-    plan.split_units = divide_up(work.split_tokens, keys);
+    plan.split_units =
+        work.split_tokens < plan.split_units * keys ? divide_up(work.split_tokens, keys) : plan.split_units;
   } else {
     const int64_t blocks = divide_up(work.rows, 64) * work.batch_heads, slots = kBlocksWanted * work.sm_count;
     int64_t wanted = divide_up(slots, blocks > 0 ? blocks : 1);

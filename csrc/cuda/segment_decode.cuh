@@ -247,16 +247,16 @@ KVS_DEVICE void write_decoded(const AttentionParams& p, float* shared, DecodeSta
     const int row = index / (D / 8), column = index % (D / 8) * 8;
     float maximum = kMinusInfinity;
     KVS_UNROLL for (int w = 0; w < Shape::kWarps; ++w) maximum = gpu::larger(maximum, maxima[w * kDecodeRows + row]);
-    const float shift = maximum == kMinusInfinity ? 0.0f : -maximum * p.score_factor;
+    const float shift = maximum == kMinusInfinity ? 0.0f : -maximum;
     float denominator = 0, v[8] = {};
     KVS_UNROLL for (int w = 0; w < Shape::kWarps; ++w) {
-      const float weight = gpu::exp2_approx(gpu::fma_rn(maxima[w * kDecodeRows + row], p.score_factor, shift));
+      const float weight = gpu::exp2_approx(maxima[w * kDecodeRows + row] + shift);
       denominator += weight * denominators[w * kDecodeRows + row];
       const float* sums = shared + w * Shape::kSumNumbers + row * Shape::kSumPitch + column;
       KVS_UNROLL for (int i = 0; i < 8; ++i) v[i] += weight * sums[i];
     }
     const RowPlace place = place_of(p, kv_head, row);
-    const RowResult result = row_result(p, maximum * p.score_factor, denominator, place.head);
+    const RowResult result = row_result(p, maximum, denominator, place.head);
     KVS_UNROLL for (int i = 0; i < 8; ++i) v[i] *= result.factor;
     write_values<T, D>(p, split, batch, place, column, v);
     if (column == 0) write_lse(p, split, batch, place, result.lse);

@@ -347,8 +347,7 @@ class Prefill {
       KVS_UNROLL for (int r = 0; r < 2; ++r) {
         const int row = 8 * r + lane / 4;
         const RowPlace place = place_of(p_, block_.kv_head, min_of(row0 + row, p_.rows - 1));
-        const RowResult result =
-            row_result(p_, row_[m][r].maximum * p_.score_factor, add_lanes(row_[m][r].sum), place.head);
+        const RowResult result = row_result(p_, row_[m][r].maximum, add_lanes(row_[m][r].sum), place.head);
         if (lane % 4 == 0 && row0 + row < p_.rows) write_lse(p_, block_.split, block_.batch, place, result.lse);
         KVS_UNROLL for (int n = 0; n < D / 8; ++n) {
           *reinterpret_cast<float2*>(stage + row * kPitch<D> + 8 * n + lane % 4 * 2) =
