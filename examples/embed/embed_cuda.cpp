@@ -6,7 +6,8 @@
 //
 // Prints how far the two answers are apart, and returns non-zero where that is more than rounding; 77 without a GPU.
 //
-//   cmake -S examples/embed -B build/embed -DKVSPEED_CUDA=ON && cmake --build build/embed && build/embed/embed_cuda
+//   cmake -G Ninja -S examples/embed -B build/embed -DKVSPEED_CUDA=ON -DKVSPEED_CUDA_ARCHS=native
+//   cmake --build build/embed && build/embed/embed_cuda
 
 #include <cuda_runtime_api.h>
 

@@ -29,12 +29,14 @@ _EXPORTS = {
     "verify": "kvspeed.gate",
 }
 
-__all__ = ["__version__", "ops", *_EXPORTS]
+_MODULES = ("graph", "ops")
+
+__all__ = ["__version__", *_MODULES, *_EXPORTS]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "ops":
-        return import_module("kvspeed.ops")
+    if name in _MODULES:
+        return import_module(f"kvspeed.{name}")
     if name not in _EXPORTS:
         raise AttributeError(f"module 'kvspeed' has no attribute {name!r}; it has {', '.join(sorted(__all__))}")
     value = globals()[name] = getattr(import_module(_EXPORTS[name]), name)
