@@ -1,11 +1,13 @@
 # Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
-"""What kvspeed costs where it brings nothing: its import beyond torch's own, and a patched model's step at k = L.
+"""What kvspeed costs where it brings nothing: its import beyond torch's own, a patched model's step at k = L, and the
+host's part of an attention call.
 
     python bench/bench_overhead.py
 
 Import: fresh processes that have torch (and, as a second case, transformers' model class) loaded already, and then
 import kvspeed, or also every name that a user of it calls. Step: the unpatched and the patched (k = None) model, with
-the same weights, take turns, one decode step each, through the models' forward. Targets: 50 ms; 1.03 of the unpatched.
+the same weights, take turns, one decode step each, through the models' forward. Calls: see host_time.py.
+Targets: 50 ms; 1.03 of the unpatched; 6 us a call with its launches, whatever the number of segments.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from host_time import CALLS, compare_calls, microseconds
 from kvspeed import KVCache, patch_model
 from kvspeed.models import cache_argument
 from models import Stamp, add_sample, load_pair, prompt_of
@@ -63,8 +66,17 @@ def main() -> None:
     parser.add_argument("--imports", type=int, default=7, help="fresh processes for each import")
     parser.add_argument("--tokens", type=int, nargs="+", default=[16, 512, 2048], help="prompt lengths")
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=15, help="samples of each kind of call")
+    parser.add_argument("--calls-only", action="store_true", help="time the calls, and nothing else")
     options = parser.parse_args()
 
+    calls = compare_calls(options.rounds)
+    times = microseconds(calls)
+    for name, microsecond in times.items():
+        print(f"{name}: {microsecond:.2f} us")
+    save("overhead_calls", calls, case={"calls of a sample": CALLS}, ratios={}, microseconds=times)
+    if options.calls_only:
+        return
     imports = {}
     for case, code in IMPORTS.items():
         seconds = [import_seconds(*code) for _ in range(options.imports)]

@@ -6,19 +6,22 @@
     python bench/gpu.py --dry-run             # the same flow on the emulator, with tiny shapes; times mean nothing
 
 Needs nvcc, a C++20 compiler, torch, transformers, pytest, and what the build needs (setuptools, pybind11, cmake,
-ninja); no network. Nothing is installed: the extension is built in place.
+ninja): `pip install '.[test]'` brings all but the compilers. No network. Nothing is installed: the extension is built
+in place.
 
 Each stage runs in a process of its own with a budget of seconds: a crash, a hang or a device error in one is recorded,
-and the others go on. Results are written after every stage, whole or not at all.
+and the others go on, but for a failed build. Results are written after every stage, whole or not at all.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import json
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -34,6 +37,8 @@ ROOT = HERE.parent
 TOTAL = 480.0  # seconds of the whole run
 PATIENCE = 6.0  # times as long for everything in a dry run, whose emulator may have to be built first
 GRACE = 5.0  # seconds that a stage gets beyond its budget: it keeps its own time
+MODULES = ("torch", "transformers", "pytest", "hypothesis", "setuptools", "pybind11")
+PROGRAMS = ("cmake", "ninja")
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,16 @@ STAGES = (
     Stage("prefill", "gpu_attention", 25, "against torch's flash attention"),
     Stage("models", "gpu_models", 150, "an 8B model: TTFT, time per token, KV bytes"),
 )
+
+
+def missing() -> list[str]:
+    """What the stages need and this Python does not have."""
+    beside = str(Path(sys.executable).parent)  # where pip puts cmake and ninja
+    path = os.pathsep.join([beside, os.environ.get("PATH", "")])
+    return [
+        *(name for name in MODULES if importlib.util.find_spec(name) is None),
+        *(name for name in PROGRAMS if shutil.which(name, path=path) is None),
+    ]
 
 
 def machine() -> dict[str, Any]:
@@ -143,7 +158,7 @@ def run_stage(stage: Stage, options: argparse.Namespace, seconds: float, folder:
                 status, error = "failed", f"exit status {code}"
     text = log.read_text(errors="replace")
     if status != "ok":
-        error += "; " + " | ".join(text.strip().splitlines()[-6:])[-1500:]
+        error += "; " + " | ".join(_telling(text))[-1500:]
     try:
         found = json.loads(part.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -157,6 +172,13 @@ def run_stage(stage: Stage, options: argparse.Namespace, seconds: float, folder:
         "clocks_after": nvidia_smi("clocks.sm,clocks.mem,temperature.gpu,power.draw"),
         "found": found,
     }
+
+
+def _telling(text: str) -> list[str]:
+    """The lines of a log that say why: the first error in it, which the last one often hides, and the end."""
+    lines = [line.strip() for line in text.strip().splitlines()]
+    first = next((line for line in lines if re.match(r"[\w.]*(Error|Exception)\b|.*\berror:", line)), None)
+    return [*([first] if first is not None and first not in lines[-6:] else []), *lines[-6:]]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -206,6 +228,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.dry_run and options.backend == "cuda" and not about["card"]:
         print("nvidia-smi shows no GPU; run this where there is one, or with --dry-run", file=sys.stderr)
         return 2
+    if lacking := missing():
+        print(f"not installed: {', '.join(lacking)}; pip install '.[test]' brings them", file=sys.stderr)
+        return 2
     card = "dry-run" if options.dry_run else about["card"].get("name", "unknown").lower().replace(" ", "-")
     out = options.out or HERE / "results" / f"gpu-{card}.json"
     out = out.resolve()
@@ -235,6 +260,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{stage.name}: {stage.about} ({budget:.0f} s at most)", flush=True)
         if left < 5:
             result: dict[str, Any] = {"status": "left out", "error": f"no time left of {options.minutes:g} minutes"}
+        elif bad[:1] == ["build"]:
+            result = {"status": "left out", "error": "the build failed"}
         else:
             result = run_stage(stage, options, budget, folder)
         document["stages"][stage.name] = result

@@ -249,7 +249,7 @@ def speed() -> Table:
                     f"{step / deep:.2f}",
                 )
             )
-    return ("prompt", "method", "TTFT", "faster", "KV", "a token", "faster"), rows
+    return ("prompt", "method", "TTFT, computed", "faster", "KV", "a token, computed", "faster"), rows
 
 
 def packets() -> Table:
@@ -269,7 +269,7 @@ def packets() -> Table:
                 f"{full / view:.0f} / {full / (view + copied):.0f}",
             )
         )
-    return ("packets", "full recompute", "view", "copy", "faster, view / copy"), rows
+    return ("packets", "full recompute", "view", "copy", "faster, view / copy, computed"), rows
 
 
 def flops() -> Table:
@@ -305,7 +305,7 @@ class Block:
 
 def decode_block(head_dim: int) -> Block:
     """As csrc/cuda/segment_decode.cuh has it; tests/test_bench_roofline.py compares."""
-    pitch, warps, runs = head_dim + 8, 4 if head_dim <= 128 else 2, 3 if head_dim <= 96 else 2
+    pitch, warps, runs = head_dim + 8, 4 if head_dim <= 128 else 2, 3 if head_dim <= 80 else 2
     ring = warps * runs * 2 * 16 * pitch * 2
     return Block(32 * warps, 128 + 16 * pitch * 2 + ring, warps * (2 * runs - 1) * 16 * head_dim * 2)
 
@@ -314,7 +314,7 @@ def prefill_block(head_dim: int, row_tiles: int) -> Block:
     """As csrc/cuda/segment_prefill.cuh has it."""
     pitch, rows, keys = head_dim + 8, 64 * row_tiles, 32 if head_dim > 128 else 64
     query = 0 if row_tiles * head_dim <= 128 else rows * pitch
-    own = (128 + 16 + 9 * 4 + 4 * rows + 7) // 8 * 8
+    own = (128 + 16 + 9 * 4 + 4 * rows + 15) // 16 * 16
     return Block(128, (query + 2 * keys * pitch) * 2 + own, keys * head_dim * 2)
 
 

@@ -24,6 +24,12 @@
 #include "simt/options.h"
 #endif
 
+#ifndef KVSPEED_MODULE_NAME
+#define KVSPEED_MODULE_NAME _C  // the tests build a second one, whose device is emulated
+#endif
+#define KVSPEED_TEXT_OF(x) #x
+#define KVSPEED_TEXT(x) KVSPEED_TEXT_OF(x)
+
 namespace py = pybind11;
 
 namespace {
@@ -48,15 +54,15 @@ class Scratch {
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
   ~Scratch() { std::free(data_); }
-  void* at_least(size_t bytes) {
-    if (bytes > bytes_) {
-      std::free(data_);
-      bytes_ = 0;
-      data_ = std::aligned_alloc(64, (bytes + 4095) / 4096 * 4096);
-      if (data_ == nullptr) throw std::bad_alloc();
-      bytes_ = bytes;
-    }
-    return data_;
+  void* data() const { return data_; }
+  size_t size() const { return bytes_; }
+  void grow(size_t bytes) {
+    std::free(data_);
+    bytes_ = 0;
+    bytes = (bytes + 4095) / 4096 * 4096;
+    data_ = std::aligned_alloc(64, bytes);
+    if (data_ == nullptr) throw std::bad_alloc();
+    bytes_ = bytes;
   }
 
  private:
@@ -100,26 +106,38 @@ kvspeed_execution execution(int num_threads, int isa, const py::object& device) 
   return e;
 }
 
-// Runs an op, on the CPU over scratch memory of this thread.
 template <class Args>
-size_t run_op(const char* name, const Args& args, kvspeed_execution& e,
-              kvspeed_status (*measure)(const Args*, const kvspeed_execution*, size_t*),
-              kvspeed_status (*op)(const Args*, const kvspeed_execution*)) {
+struct Op;
+template <>
+struct Op<kvspeed_rope_concat_args> {
+  static constexpr const char* name = "rope_concat";
+  static constexpr auto run = &kvspeed_rope_concat;
+  static constexpr auto workspace = &kvspeed_rope_concat_workspace;
+};
+template <>
+struct Op<kvspeed_segment_attention_args> {
+  static constexpr const char* name = "segment_attention";
+  static constexpr auto run = &kvspeed_segment_attention;
+  static constexpr auto workspace = &kvspeed_segment_attention_workspace;
+};
+
+// Runs an op over the workspace that there is, on the CPU the scratch memory of this thread. Only where it does not
+// suffice the op is asked for what it needs.
+template <class Args>
+size_t run_op(const Args& args, kvspeed_execution& e) {
+  const bool on_cpu = e.device == KVSPEED_CPU;
+  if (on_cpu) e.workspace = scratch.data(), e.workspace_bytes = scratch.size();
+  kvspeed_status status = Op<Args>::run(&args, &e);
   size_t bytes = 0;
-  if (e.device == KVSPEED_CPU) {
-    check(measure(&args, &e, &bytes), name);
-    e.workspace = bytes > 0 ? scratch.at_least(bytes) : nullptr;
-    e.workspace_bytes = bytes;
-    check(op(&args, &e), name);
-    return 0;
+  if (status == KVSPEED_WORKSPACE_TOO_SMALL) {
+    check(Op<Args>::workspace(&args, &e, &bytes), Op<Args>::name);
+    if (!on_cpu) return bytes;
+    scratch.grow(bytes);
+    e.workspace = scratch.data(), e.workspace_bytes = scratch.size();
+    status = Op<Args>::run(&args, &e);
   }
-  const kvspeed_status status = op(&args, &e);
-  if (status != KVSPEED_WORKSPACE_TOO_SMALL) {
-    check(status, name);
-    return 0;
-  }
-  check(measure(&args, &e, &bytes), name);
-  return bytes;
+  check(status, Op<Args>::name);
+  return 0;
 }
 
 // (key, value, k_layer, k_head, k_token, v_layer, v_head, v_token, tokens, offset), and for 8-bit packets
@@ -165,113 +183,82 @@ kvspeed_segment to_segment(const py::tuple& t) {
   return s;
 }
 
-// The structs of one call, and the list that they point to.
-struct RopeConcatCall {
+template <class Item>
+std::vector<Item> read_all(const std::vector<py::tuple>& tuples, Item (*read)(const py::tuple&)) {
+  std::vector<Item> list;
+  list.reserve(tuples.size());
+  for (const py::tuple& t : tuples) list.push_back(read(t));
+  return list;
+}
+
+size_t rope_concat(int dtype, int64_t layers, int64_t heads, int64_t head_dim, int64_t rotary_dim, bool interleaved,
+                   const std::vector<py::tuple>& packets, uintptr_t inv_freq, int64_t inv_freq_layer_stride,
+                   uintptr_t out_key, uintptr_t out_value, const Stride4& out_key_stride,
+                   const Stride4& out_value_stride, int64_t start, int64_t capacity, uintptr_t page_table,
+                   int64_t page_table_length, int64_t page_size, int64_t pages, int storage, int num_threads, int isa,
+                   const py::object& device) {
+  kvspeed_execution e = execution(num_threads, isa, device);
+  const std::vector<kvspeed_packet> list = read_all(packets, &to_packet);
   kvspeed_rope_concat_args g = {};
-  kvspeed_execution e = {};
-  std::vector<kvspeed_packet> list;
+  g.dtype = static_cast<kvspeed_dtype>(dtype);
+  g.storage = static_cast<kvspeed_storage>(storage);
+  g.layers = layers;
+  g.heads = heads;
+  g.head_dim = head_dim;
+  g.rotary_dim = rotary_dim;
+  g.interleaved = interleaved;
+  g.packets = list.data();
+  g.num_packets = static_cast<int64_t>(list.size());
+  g.inv_freq = pointer<const float>(inv_freq);
+  g.inv_freq_layer_stride = inv_freq_layer_stride;
+  g.out_key = pointer<void>(out_key);
+  g.out_value = pointer<void>(out_value);
+  assign(g.out_key_stride, out_key_stride);
+  assign(g.out_value_stride, out_value_stride);
+  g.start = start;
+  g.capacity = capacity;
+  g.page_table = pointer<const int32_t>(page_table);
+  g.page_table_length = page_table_length;
+  g.page_size = page_size;
+  g.pages = pages;
+  py::gil_scoped_release release;
+  return run_op(g, e);
+}
 
-  void fill(int dtype, int64_t layers, int64_t heads, int64_t head_dim, int64_t rotary_dim, bool interleaved,
-            const std::vector<py::tuple>& packets, uintptr_t inv_freq, int64_t inv_freq_layer_stride, uintptr_t out_key,
-            uintptr_t out_value, const Stride4& out_key_stride, const Stride4& out_value_stride, int64_t start,
-            int64_t capacity, uintptr_t page_table, int64_t page_table_length, int64_t page_size, int64_t pages,
-            int storage, int num_threads, int isa, const py::object& device) {
-    e = execution(num_threads, isa, device);
-    list.reserve(packets.size());
-    for (const py::tuple& t : packets) list.push_back(to_packet(t));
-    g.dtype = static_cast<kvspeed_dtype>(dtype);
-    g.storage = static_cast<kvspeed_storage>(storage);
-    g.layers = layers;
-    g.heads = heads;
-    g.head_dim = head_dim;
-    g.rotary_dim = rotary_dim;
-    g.interleaved = interleaved;
-    g.packets = list.data();
-    g.num_packets = static_cast<int64_t>(list.size());
-    g.inv_freq = pointer<const float>(inv_freq);
-    g.inv_freq_layer_stride = inv_freq_layer_stride;
-    g.out_key = pointer<void>(out_key);
-    g.out_value = pointer<void>(out_value);
-    assign(g.out_key_stride, out_key_stride);
-    assign(g.out_value_stride, out_value_stride);
-    g.start = start;
-    g.capacity = capacity;
-    g.page_table = pointer<const int32_t>(page_table);
-    g.page_table_length = page_table_length;
-    g.page_size = page_size;
-    g.pages = pages;
-  }
-
-  size_t run() { return run_op("rope_concat", g, e, &kvspeed_rope_concat_workspace, &kvspeed_rope_concat); }
-  size_t workspace() const {
-    size_t bytes = 0;
-    check(kvspeed_rope_concat_workspace(&g, &e, &bytes), "rope_concat");
-    return bytes;
-  }
-};
-
-struct SegmentAttentionCall {
+size_t segment_attention(int dtype, int64_t batch, int64_t heads, int64_t heads_kv, int64_t query_tokens,
+                         int64_t head_dim, int64_t rotary_dim, bool interleaved, uintptr_t inv_freq, uintptr_t query,
+                         const Stride3& query_stride, const std::vector<py::tuple>& segments, const py::tuple& tail,
+                         uintptr_t tail_tokens, float scale, float softcap, int64_t window, uintptr_t sinks,
+                         uintptr_t out, const Stride3& out_stride, uintptr_t lse, int64_t split_tokens, int num_threads,
+                         int isa, const py::object& device) {
+  kvspeed_execution e = execution(num_threads, isa, device);
+  const std::vector<kvspeed_segment> list = read_all(segments, &to_segment);
   kvspeed_segment_attention_args g = {};
-  kvspeed_execution e = {};
-  std::vector<kvspeed_segment> list;
-
-  void fill(int dtype, int64_t batch, int64_t heads, int64_t heads_kv, int64_t query_tokens, int64_t head_dim,
-            int64_t rotary_dim, bool interleaved, uintptr_t inv_freq, uintptr_t query, const Stride3& query_stride,
-            const std::vector<py::tuple>& segments, const py::tuple& tail, uintptr_t tail_tokens, float scale,
-            float softcap, int64_t window, uintptr_t sinks, uintptr_t out, const Stride3& out_stride, uintptr_t lse,
-            int64_t split_tokens, int num_threads, int isa, const py::object& device) {
-    e = execution(num_threads, isa, device);
-    list.reserve(segments.size());
-    for (const py::tuple& t : segments) list.push_back(to_segment(t));
-    g.dtype = static_cast<kvspeed_dtype>(dtype);
-    g.batch = batch;
-    g.heads = heads;
-    g.heads_kv = heads_kv;
-    g.query_tokens = query_tokens;
-    g.head_dim = head_dim;
-    g.rotary_dim = rotary_dim;
-    g.interleaved = interleaved;
-    g.inv_freq = pointer<const float>(inv_freq);
-    g.query = pointer<const void>(query);
-    assign(g.query_stride, query_stride);
-    g.segments = list.data();
-    g.num_segments = static_cast<int64_t>(list.size());
-    g.tail = to_segment(tail);
-    g.tail_tokens = pointer<const int32_t>(tail_tokens);
-    g.scale = scale;
-    g.softcap = softcap;
-    g.window = window;
-    g.sinks = pointer<const float>(sinks);
-    g.out = pointer<void>(out);
-    assign(g.out_stride, out_stride);
-    g.lse = pointer<float>(lse);
-    g.split_tokens = split_tokens;
-  }
-
-  size_t run() {
-    return run_op("segment_attention", g, e, &kvspeed_segment_attention_workspace, &kvspeed_segment_attention);
-  }
-  size_t workspace() const {
-    size_t bytes = 0;
-    check(kvspeed_segment_attention_workspace(&g, &e, &bytes), "segment_attention");
-    return bytes;
-  }
-};
-
-// Two Python functions that take the arguments of `fill`: one runs the op, the other says what workspace it needs.
-template <class Call, class... Args>
-void define(py::module_& m, const std::string& name, void (Call::*fill)(Args...)) {
-  m.def(name.c_str(), [fill](Args... args) {
-    Call call;
-    (call.*fill)(args...);
-    py::gil_scoped_release release;
-    return call.run();
-  });
-  m.def((name + "_workspace").c_str(), [fill](Args... args) {
-    Call call;
-    (call.*fill)(args...);
-    return call.workspace();
-  });
+  g.dtype = static_cast<kvspeed_dtype>(dtype);
+  g.batch = batch;
+  g.heads = heads;
+  g.heads_kv = heads_kv;
+  g.query_tokens = query_tokens;
+  g.head_dim = head_dim;
+  g.rotary_dim = rotary_dim;
+  g.interleaved = interleaved;
+  g.inv_freq = pointer<const float>(inv_freq);
+  g.query = pointer<const void>(query);
+  assign(g.query_stride, query_stride);
+  g.segments = list.data();
+  g.num_segments = static_cast<int64_t>(list.size());
+  g.tail = to_segment(tail);
+  g.tail_tokens = pointer<const int32_t>(tail_tokens);
+  g.scale = scale;
+  g.softcap = softcap;
+  g.window = window;
+  g.sinks = pointer<const float>(sinks);
+  g.out = pointer<void>(out);
+  assign(g.out_stride, out_stride);
+  g.lse = pointer<float>(lse);
+  g.split_tokens = split_tokens;
+  py::gil_scoped_release release;
+  return run_op(g, e);
 }
 
 size_t merge_states(int dtype_a, int dtype_b, int64_t batch, int64_t heads, int64_t tokens, int64_t head_dim,
@@ -307,17 +294,20 @@ kvspeed::python::AttentionTypes attention_types;
 
 // What `attend` needs to know once; False where torch lets nobody read tensors from C++, and then it must not be
 // called.
-bool use_tensors(const py::object& tensor, const py::object& segment, const py::object& empty_like,
-                 const py::object& make_lse) {
+bool use_tensors(const py::object& tensor, const py::object& segment, const py::object& segment_list,
+                 const py::object& empty_like, const py::object& make_lse) {
   kvspeed::python::AttentionTypes& t = attention_types;
   if (!t.reader.start(tensor.ptr())) return false;
   const auto name = [](const char* text) { return PyUnicode_InternFromString(text); };
   t.segment = reinterpret_cast<PyTypeObject*>(segment.inc_ref().ptr());  // kept for good, as all of this
+  t.segment_list = reinterpret_cast<PyTypeObject*>(segment_list.inc_ref().ptr());
   t.empty_like = empty_like.inc_ref().ptr();
   t.make_lse = make_lse.inc_ref().ptr();
   t.key = name("key"), t.value = name("value"), t.offset = name("offset"), t.start = name("start");
   t.first = name("first"), t.page_table = name("page_table"), t.length = name("_length");
   t.requires_grad = name("requires_grad"), t.rows = name("rows");
+  t.segments = name("_segments"), t.read = name("_read");
+  t.capsule = KVSPEED_TEXT(KVSPEED_MODULE_NAME) " segments";
   return true;
 }
 
@@ -336,8 +326,7 @@ PyObject* attend(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   size_t needed = 0;
   try {
     py::gil_scoped_release release;
-    needed =
-        run_op("segment_attention", call.g, call.e, &kvspeed_segment_attention_workspace, &kvspeed_segment_attention);
+    needed = run_op(call.g, call.e);
   } catch (const std::exception& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
     return nullptr;
@@ -399,14 +388,10 @@ py::dict build_info() {
 
 }  // namespace
 
-#ifndef KVSPEED_MODULE_NAME
-#define KVSPEED_MODULE_NAME _C  // the tests build a second one, whose device is emulated
-#endif
-
 PYBIND11_MODULE(KVSPEED_MODULE_NAME, m) {
   m.doc() = "kvspeed kernels; use kvspeed.ops, which checks its arguments";
-  define(m, "rope_concat", &RopeConcatCall::fill);
-  define(m, "segment_attention", &SegmentAttentionCall::fill);
+  m.def("rope_concat", &rope_concat);
+  m.def("segment_attention", &segment_attention);
   m.def("merge_states", &merge_states);
   m.def("use_tensors", &use_tensors);
   if (PyModule_AddFunctions(m.ptr(), fast_functions) != 0) throw py::error_already_set();
@@ -427,6 +412,7 @@ PYBIND11_MODULE(KVSPEED_MODULE_NAME, m) {
     kvspeed::simt::options().seed = seed;
   });
   m.def("simt_launches", [] { return kvspeed::simt::stats().launches; });
+  m.def("simt_hollow", [](bool hollow) { kvspeed::simt::options().hollow = hollow; });
   m.def("simt_threads", [](int threads) { kvspeed::simt::options().threads = threads; });
   m.def("simt_take_error", [] { return kvspeed::simt::take_error(); });
   m.def("simt_stats", [] {  // counts since the last call

@@ -24,9 +24,9 @@ from typing import Any, TypeVar
 
 import kvspeed.ops
 import torch
-from kvspeed.ops import device
-from kvspeed.ops.attention import _GPU_DTYPES, _GPU_HEAD_DIMS, _make_lse
-from kvspeed.segment import Segment
+from kvspeed.ops import attention, device
+from kvspeed.ops.attention_checks import GPU_DTYPES, GPU_HEAD_DIMS
+from kvspeed.segment import Segment, SegmentList
 from torch import Tensor
 
 GPUS = ("simt", "cuda")
@@ -47,8 +47,8 @@ def names(*, every_isa: bool, without: Sequence[str] = ()) -> list[str]:
 
 def leaves_out(name: str, parameters: dict[str, Any]) -> bool:
     """Whether attention on that backend refuses a test's dtype or head dimension."""
-    dtype, head_dim = parameters.get("dtype", _GPU_DTYPES[0]), parameters.get("head_dim", _GPU_HEAD_DIMS[0])
-    return name in GPUS and (dtype not in _GPU_DTYPES or head_dim not in _GPU_HEAD_DIMS)
+    dtype, head_dim = parameters.get("dtype", GPU_DTYPES[0]), parameters.get("head_dim", GPU_HEAD_DIMS[0])
+    return name in GPUS and (dtype not in GPU_DTYPES or head_dim not in GPU_HEAD_DIMS)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -72,16 +72,16 @@ def small(size: _T, emulated: _T) -> _T:
 
 
 def attention_dtypes() -> list[torch.dtype]:
-    return list(_GPU_DTYPES) if is_gpu() else [torch.float32, torch.bfloat16, torch.float16]
+    return list(GPU_DTYPES) if is_gpu() else [torch.float32, torch.bfloat16, torch.float16]
 
 
 def attention_dtype() -> torch.dtype:
     """What a test that does not care computes in."""
-    return random.choice(_GPU_DTYPES) if is_gpu() else torch.float32
+    return random.choice(GPU_DTYPES) if is_gpu() else torch.float32
 
 
 def attention_head_dims() -> list[int]:
-    return list(_GPU_HEAD_DIMS) if is_gpu() else list(range(8, 257, 8))
+    return list(GPU_HEAD_DIMS) if is_gpu() else list(range(8, 257, 8))
 
 
 class EmulatedGpu(device.Gpu):
@@ -89,7 +89,7 @@ class EmulatedGpu(device.Gpu):
 
     def __init__(self, module: Any) -> None:
         super().__init__(module, 0, torch.device("cpu"))
-        module.use_tensors(Tensor, Segment, torch.empty_like, _make_lse)
+        attention.introduce(module)
 
     def stream(self) -> int:
         return 0
@@ -178,8 +178,9 @@ class _Mover:
                 page_table=moved["page_table"],
                 tokens=tokens,
             )
-        if isinstance(value, (list, tuple)):
-            return [self(one) for one in value]
+        if isinstance(value, (list, tuple, SegmentList)):
+            moved = [self(one) for one in value]
+            return SegmentList(moved) if isinstance(value, SegmentList) else moved
         if not isinstance(value, Tensor) or not value.is_cpu or value.layout != torch.strided:
             return value
         storage = value.untyped_storage()

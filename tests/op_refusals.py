@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from kvspeed import ops
-from kvspeed.segment import Segment
+from kvspeed.segment import Segment, SegmentList
 
 FLOATS = [torch.float64, torch.int32, torch.complex64, torch.bool]
 EIGHT_BITS = [torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -56,14 +56,26 @@ def attention_arguments(dtype=torch.float32):
 
 
 def refuse_attention(error, *words, edit=None, **changes):
-    arguments = attention_arguments()
-    arguments.update(changes)
+    """Refused with segments in a list, and with the same words where they are prepared, and were used before."""
+    good = attention_arguments()
+    arguments = {**good, **changes}
     if edit is not None:
         edit(arguments)
+    message = _attention_message(error, arguments)
+    for word in words:
+        assert word in message, f"{word!r} is not in {message}"
+    segments = arguments["segments"]
+    if type(segments) is list and all(isinstance(segment, Segment) for segment in segments):
+        prepared = SegmentList(segments)
+        if edit is None and segments is good["segments"]:
+            ops.segment_attention(**{**good, "segments": prepared})
+        assert _attention_message(error, {**arguments, "segments": prepared}) == message
+
+
+def _attention_message(error, arguments):
     with pytest.raises(error) as caught:
         ops.segment_attention(**arguments)
-    for word in words:
-        assert word in str(caught.value), f"{word!r} is not in {caught.value}"
+    return str(caught.value)
 
 
 def set_item(name, index, value):

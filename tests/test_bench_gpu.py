@@ -38,7 +38,6 @@ def _dry_run(out: Path, *words: str) -> tuple[subprocess.CompletedProcess[str], 
     return done, json.loads(out.read_text())
 
 
-@pytest.mark.skip(reason="8-bit packets are not yet read by rope_concat on the CPU, which these runs compare with")
 def test_the_dry_run_goes_through_every_stage_on_the_emulator(bench: ModuleType, tmp_path: Path) -> None:
     from simt import build  # here the first build of the emulator has all the time it needs
 
@@ -77,6 +76,8 @@ def test_the_dry_run_goes_through_every_stage_on_the_emulator(bench: ModuleType,
         assert method in names
     plain = next(value for key, value in models.items() if key.endswith("unpatched"))
     for key, case in models.items():
+        if not isinstance(case, dict):  # the number of launches
+            continue
         if "eager" in case:
             assert all(
                 math.isfinite(x) and x > 0 for x in (case["eager"]["ttft_seconds"], case["eager"]["token_seconds"])
@@ -155,7 +156,6 @@ def test_the_self_test_covers_every_wrapper() -> None:
     assert not missing, f"tests/native/gpu_wrappers.cu checks no {', '.join(missing)}"
 
 
-@pytest.mark.skip(reason="8-bit packets are not yet read by rope_concat on the CPU, which these runs compare with")
 def test_the_self_test_passes_in_the_emulator() -> None:
     from simt import build
 

@@ -60,7 +60,6 @@ def test_machine_code(kernels: list[Kernel]) -> None:
     assert not faults, "\n".join(["", *faults])
 
 
-@pytest.mark.skipif(not cuda_gates.TABLE.is_file(), reason="the ceilings are not recorded yet")
 def test_registers(kernels: list[Kernel]) -> None:
     table = json.loads(cuda_gates.TABLE.read_text())
     release = cuda_gates.nvcc_release()
@@ -70,7 +69,6 @@ def test_registers(kernels: list[Kernel]) -> None:
     assert not faults, "\n".join(["", *faults])
 
 
-@pytest.mark.skipif(not cuda_gates.TABLE.is_file(), reason="the ceilings are not recorded yet")
 def test_the_table_of_ceilings_is_well_formed() -> None:
     table = json.loads(cuda_gates.TABLE.read_text())
     assert set(table) == {"nvcc", "archs", "registers"} and table["archs"] == list(ARCHS)

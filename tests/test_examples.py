@@ -15,6 +15,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+CUDA_HEADERS = next(
+    (
+        home / "include"
+        for home in (Path(os.environ.get("CUDA_HOME") or "/usr/local/cuda"), Path("/usr/local/cuda"))
+        if (home / "include" / "cuda_runtime_api.h").is_file()
+    ),
+    None,
+)
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
@@ -33,6 +41,18 @@ def test_core_embeds_in_cpp_without_cmake_torch_or_python(tmp_path: Path) -> Non
     run = subprocess.run([str(program)], capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "copy and view differ by" in run.stdout
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+@pytest.mark.skipif(CUDA_HEADERS is None, reason="no CUDA toolkit")
+def test_gpu_program_is_right_cpp(tmp_path: Path) -> None:
+    # Compiled only: it runs where there is a GPU.
+    command = [
+        *(str(COMPILER), "-std=c++20", "-Wall", "-Wextra", "-Werror", "-Icsrc/include", f"-isystem{CUDA_HEADERS}"),
+        *("-c", "examples/embed/embed_cuda.cpp", "-o", str(tmp_path / "embed_cuda.o")),
+    ]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
 
 
 def _rag() -> ModuleType:

@@ -328,7 +328,6 @@ def test_the_compiled_code_refuses_on_the_cpu_what_only_gpus_read():
         _C.segment_attention(*arguments, 1, 0, None)
     arguments[11] = []
     assert _C.segment_attention(*arguments, 1, 0, None) == 0 and not results[0].isnan().any()
-    assert _C.segment_attention_workspace(*arguments, 1, 0, None) > 0
     if not _C.build_info()["cuda"]:
         with pytest.raises(RuntimeError, match="not supported by this build"):
             _C.segment_attention(*arguments, 1, 0, (1, 0, 0, 0, 0))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -124,6 +125,44 @@ def test_long_and_accurate(dtype):
     case = Case(batch=1, heads=8, heads_kv=2, lengths=small((20000, 12345), (1500, 700)), tail=100, dtype=dtype)
     case.check()
     case.check(split_tokens=small(512, 128))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 17])
+def test_rounding_does_not_add_up_over_a_split(rows, dtype):
+    """All logits are one large number whose product with log2(e) is not exact: every tile has the same error to make."""
+    tokens = small(32768, 8192)
+    query, key = torch.zeros(1, 1, rows, 64), torch.zeros(1, 1, tokens, 64)
+    factor = torch.tensor(0.125) * torch.tensor(math.log2(math.e))
+    numbers = torch.arange(80, 125)
+    exact = 8.0 * numbers.double() * factor.double()
+    query[..., 0], key[..., 0] = 8.0, float(numbers[(exact - exact.float().double()).abs().argmax()])
+    value = (torch.arange(tokens) < tokens // 2).float()[None, None, :, None].expand(1, 1, tokens, 64)
+    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype).contiguous()
+    empty = key[:, :, :0]
+    out, lse = ops.segment_attention(
+        query, [Segment(key, value)], empty, empty, inv_freq=None, return_lse=True, split_tokens=tokens
+    )
+    logit = float(query[0, 0, 0, 0]) * float(key[0, 0, 0, 0]) / 8
+    assert (lse.double() - logit - math.log(tokens)).abs().max() < 4e-5
+    assert (out.double() - 0.5).abs().max() <= torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_large_tiles_do_not_depend_on_their_batch(dtype):
+    """On GPUs many rows together take other blocks than a few: with `split_tokens` given, the same bits come out."""
+    case = Case(batch=8, heads=1, heads_kv=1, rows=130, lengths=(100,), tail=130, head_dim=64, dtype=dtype)
+    together = case.run(split_tokens=4096)
+    whole = (case.query, case.segments, case.tail_key, case.tail_value)
+    for row in (0, 3):
+        one = slice(row, row + 1)
+        case.batch, case.query, case.tail_key, case.tail_value = 1, whole[0][one], whole[2][one], whole[3][one]
+        case.segments = [
+            Segment(s.key if s.key.ndim == 3 else s.key[one], s.value if s.value.ndim == 3 else s.value[one], s.offset)
+            for s in whole[1]
+        ]
+        out, lse = case.run(split_tokens=4096)
+        assert reference.same_bits(out[0], together[0][row]) and reference.same_bits(lse[0], together[1][row])
 
 
 @pytest.mark.every_isa

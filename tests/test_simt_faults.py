@@ -93,7 +93,7 @@ FAULTS = [
     Fault(
         "no barrier between the query's arrival and its use",
         "segment_decode.cuh",
-        "0, thread); «gpu::sync_block();» runs.attend",
+        "warp * kRows, lane); «gpu::sync_block();» runs.attend",
         "",
         DECODE,
     ),
@@ -129,9 +129,9 @@ FAULTS = [
     # Bounds and masks.
     Fault(
         "a tail that is read past its end",
-        "attention_load.cuh",
-        "start + token * token_stride + c * 8, «token >= low && token < high»);",
-        "token >= low",
+        "segment_decode.cuh",
+        "token_stride, 0, «range_.to - token», lane_);",
+        "Shape::kKeys",
         DECODE,
     ),
     Fault(
@@ -165,10 +165,17 @@ FAULTS = [
     # Rotation and softmax.
     Fault(
         "the query turned the wrong way",
+        "attention_query.cuh",
+        "x = gpu::pack2<T>(«a.x * cos[0] + b.x * sin[0]», a.y",
+        "a.x * cos[0] - b.x * sin[0]",
+        DECODE,
+    ),
+    Fault(
+        "interleaved pairs turned the wrong way",
         "attention_load.cuh",
         "x = «before * cos + y * sin»;",
         "before * cos - y * sin",
-        DECODE,
+        f"{DECODE} interleaved=1",
     ),
     Fault(
         "sums not shrunk when the maximum grows",
@@ -187,9 +194,23 @@ FAULTS = [
     Fault(
         "a split that starts at another segment's units",
         "segment_decode.cuh",
-        "begin = («split - s.unit_begin») * p.split_units;",
+        "begin = (first_planned(p, s) / p.split_units + «split - s.unit_begin») * p.split_units;",
         "split",
         DECODE_SPLITS,
+    ),
+    Fault(
+        "splits counted from a segment's start where a window hides it",
+        "segment_decode.cuh",
+        "begin = («first_planned(p, s) / p.split_units» + split",
+        "0",
+        f"{DECODE_SPLITS} window=60",
+    ),
+    Fault(
+        "prefill: tiles counted from a segment's start where a window hides it",
+        "segment_prefill.cuh",
+        "s.unit_begin - «first_planned(p_, s) / kKeys»;",
+        "0",
+        "attention d=64 b=1 h=4 hkv=2 s=45 seg=350:7,41:-5 tail=275 split=64 window=40",
     ),
     Fault(
         "base-2 and natural logarithms mixed up",
@@ -237,14 +258,14 @@ FAULTS = [
     Fault(
         "prefill: a wrong fragment of the keys",
         "segment_prefill.cuh",
-        "gpu::mma_m16n8k16<T>(score_[m][2 * n], a, b[0], «b[2]»);",
-        "b[1]",
+        "gpu::mma_m16n8k16<T>(score_[m][2 * n], a, b[0], «b[1]»);",
+        "b[2]",
         PREFILL,
     ),
     Fault(
         "prefill: weights in the wrong order",
         "segment_prefill.cuh",
-        "const float (&w)[4] = score_[m][2 * k + «i / 2»];",
+        "a[m][i] = weight_[m][2 * k + «i / 2»][i % 2];",
         "i % 2",
         PREFILL,
     ),

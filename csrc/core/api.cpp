@@ -26,13 +26,6 @@ kvspeed_status check_execution(const kvspeed_execution* execution) {
   return cpu_kernels(execution->isa) == nullptr ? KVSPEED_UNSUPPORTED : KVSPEED_OK;
 }
 
-kvspeed_status check_workspace(const kvspeed_execution& execution, size_t bytes) {
-  if (execution.workspace_bytes < bytes) return KVSPEED_WORKSPACE_TOO_SMALL;
-  if (bytes > 0 && execution.workspace == nullptr) return KVSPEED_INVALID_ARGUMENT;
-  if (reinterpret_cast<uintptr_t>(execution.workspace) % 64 != 0) return KVSPEED_INVALID_ARGUMENT;
-  return KVSPEED_OK;
-}
-
 #if KVSPEED_HAVE_CUDA
 size_t cuda_workspace(const kvspeed_rope_concat_args& args, const kvspeed_execution&) {
   return cuda::rope_concat_workspace(args);
@@ -41,7 +34,8 @@ size_t cuda_workspace(const kvspeed_segment_attention_args& args, const kvspeed_
   return cuda::segment_attention_workspace(args, execution.device_index);
 }
 kvspeed_status cuda_run(const kvspeed_rope_concat_args& args, const kvspeed_execution& execution) {
-  return cuda::rope_concat(args, execution);
+  const kvspeed_status status = check_workspace(execution, cuda::rope_concat_workspace(args));
+  return status == KVSPEED_OK ? cuda::rope_concat(args, execution) : status;
 }
 kvspeed_status cuda_run(const kvspeed_segment_attention_args& args, const kvspeed_execution& execution) {
   return cuda::segment_attention(args, execution);
@@ -60,7 +54,7 @@ size_t workspace_bytes(const Args& args, const kvspeed_execution& execution) {
   return workspace.used();
 }
 
-// What both operations with a plan do: the answer of `*_workspace`, and the call itself.
+// What both operations with a plan do: the answer of `*_workspace`, and the call itself, which lays out once.
 template <class Layout, class Args>
 kvspeed_status ask_workspace(const Args* args, const kvspeed_execution* execution, size_t* bytes) {
   kvspeed_status status = check_execution(execution);
@@ -74,7 +68,6 @@ template <class Layout, class Args, class Kernel>
 kvspeed_status run(const Args* args, const kvspeed_execution* execution, Kernel kernel) {
   kvspeed_status status = check_execution(execution);
   if (status == KVSPEED_OK) status = validate(args, execution->device);
-  if (status == KVSPEED_OK) status = check_workspace(*execution, workspace_bytes<Layout>(*args, *execution));
   if (status != KVSPEED_OK) return status;
 #if KVSPEED_HAVE_CUDA
   if (execution->device == KVSPEED_CUDA) return cuda_run(*args, *execution);
@@ -82,6 +75,8 @@ kvspeed_status run(const Args* args, const kvspeed_execution* execution, Kernel 
   Layout layout;
   Workspace workspace(execution->workspace);
   layout.lay_out(*args, execution->num_threads, workspace);
+  status = check_workspace(*execution, workspace.used());
+  if (status != KVSPEED_OK) return status;
   layout.fill();
   (cpu_kernels(execution->isa)->*kernel)(layout.plan);
   return KVSPEED_OK;

@@ -134,6 +134,10 @@ void AttentionLayout::fill() {
   for (int64_t i = 0; i < args.num_segments; ++i) {
     rope[i] = {nullptr, nullptr};
     if (args.segments[i].offset == 0 || args.segments[i].tokens == 0 || half == 0) continue;
+    if (args.segments[i].rope != nullptr) {
+      rope[i] = {args.segments[i].rope, args.segments[i].rope + half};
+      continue;
+    }
     if (i > 0 && rope[i - 1].cos != nullptr && args.segments[i].offset == args.segments[i - 1].offset) {
       rope[i] = rope[i - 1];
       continue;

@@ -39,8 +39,7 @@ kvspeed_status check_segment(const kvspeed_segment& s, const kvspeed_segment_att
   if (!is_size(s.tokens) || !is_position(s.offset) || !is_position(s.start)) return KVSPEED_INVALID_ARGUMENT;
   if (s.tokens > 0 && g.batch > 0 && g.heads > 0 && (s.key == nullptr || s.value == nullptr))
     return KVSPEED_INVALID_ARGUMENT;
-  const bool has_row = device == KVSPEED_CUDA && s.rope != nullptr;
-  if (s.offset != 0 && g.rotary_dim > 0 && g.inv_freq == nullptr && !has_row) return KVSPEED_INVALID_ARGUMENT;
+  if (s.offset != 0 && g.rotary_dim > 0 && g.inv_freq == nullptr && !s.rope) return KVSPEED_INVALID_ARGUMENT;
   if (s.page_table == nullptr) return KVSPEED_OK;
   if (device == KVSPEED_CPU) return KVSPEED_UNSUPPORTED;  // the CPU kernels would take a page for a row of the batch
   return s.page_size > 0 && is_size(s.page_size) && is_size(s.pages) ? KVSPEED_OK : KVSPEED_INVALID_ARGUMENT;

@@ -12,7 +12,7 @@
 namespace kvspeed::cuda {
 
 // One run of keys and values; the tail is the last one in the list.
-struct DeviceSegment {
+struct alignas(16) DeviceSegment {
   const void* key;
   const void* value;
   int64_t key_stride[3];      // batch (page, where there is a page table), head, token
@@ -61,6 +61,7 @@ struct AttentionParams {
   float score_factor;     // from a product of query and key to base-2 logits: |scale| * log2(e), or softcap * log2(e)
   float softcap_factor;   // 0: none, else |scale| / softcap: logits are score_factor * tanh(product * softcap_factor)
   int64_t window;         // 0: none
+  int64_t window_start;   // no row sees a position below; kNoWindow: there is no window
   int64_t tail_position;  // of the tail's token 0
   DeviceSegment segments[kInlineSegments];
 };

@@ -3,6 +3,7 @@
 #define KVSPEED_CUDA_ATTENTION_LAUNCH_CUH_
 
 #include "cuda/attention_launch.h"
+#include "cuda/attention_plan.h"
 #include "cuda/segment_decode.cuh"
 #include "cuda/segment_prefill.cuh"
 
@@ -11,6 +12,7 @@ namespace kvspeed::cuda {
 template <class T, int D, int kRowTiles>
 int launch_prefill(const AttentionParams& p, gpu::Stream stream) {
   using Shape = PrefillShape<D, kRowTiles>;
+  static_assert(prefill_shared(D, kRowTiles) == kPrefillSharedBytes<D, kRowTiles> && prefill_keys(D) == Shape::kKeys);
   const unsigned tiles = static_cast<unsigned>((p.rows + Shape::kRows - 1) / Shape::kRows);
   const gpu::Grid grid = {tiles * static_cast<unsigned>(p.batch * p.heads_kv * p.splits), 1, 1};
   return gpu::launch(segment_prefill_kernel<T, D, kRowTiles>, grid, Shape::kThreads, kPrefillSharedBytes<D, kRowTiles>,

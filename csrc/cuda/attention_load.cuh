@@ -78,6 +78,11 @@ KVS_DEVICE Visible visible_keys(const AttentionParams& p, const DeviceSegment& s
   return v;
 }
 
+// The first token of a segment that the plan counts on, see attention_plan.h: units are counted from the one it is in.
+KVS_DEVICE int first_planned(const AttentionParams& p, const DeviceSegment& s) {
+  return clamp_to(p.window_start - s.position, 0, s.tokens);
+}
+
 // ---- queries -------------------------------------------------------------------------------------------------------
 
 // Packed rows row0 to row0 + kRows - 1 of the query, turned by minus the segment's offset (in float32, rounded once),
@@ -142,51 +147,6 @@ KVS_DEVICE bool pages_exist(const DeviceSegment& s, int batch, int from, int to,
   }
   KVS_UNROLL for (int mask = 16; mask > 0; mask /= 2) missing += gpu::shuffle_xor(missing, mask);
   return missing == 0;
-}
-
-// Tokens token0 to token0 + kRows - 1 into a shared tile, by kThreads threads; zeros outside [low, high) and outside
-// the pages. `data` and `stride` are the segment's key or value, `start` is head_start of them. What is copied in the
-// background has arrived after copy_wait, the rest after any barrier.
-template <class T, int D, int kRows, int kThreads>
-KVS_DEVICE void load_rows(T* shared, const DeviceSegment& s, const T* start, const int64_t (&stride)[3], int batch,
-                          int token0, int low, int high, int thread) {
-  constexpr int kChunks = D / 8, kSteps = kRows * kChunks / kThreads;
-  static_assert(kRows * kChunks % kThreads == 0);
-  const int64_t token_stride = stride[2];
-  if (s.page_table == nullptr && s.aligned) {
-    KVS_UNROLL for (int i = 0; i < kSteps; ++i) {
-      const int index = thread + i * kThreads, r = index / kChunks, c = index % kChunks, token = token0 + r;
-      gpu::copy16_async(shared + r * kPitch<D> + c * 8, start + token * token_stride + c * 8,
-                        token >= low && token < high);
-    }
-    return;
-  }
-  const int64_t page_stride = stride[0];
-#pragma unroll 1
-  for (int i = 0; i < kSteps; ++i) {
-    const int index = thread + i * kThreads, r = index / kChunks, c = index % kChunks, token = token0 + r;
-    bool ok = token >= low && token < high;
-    const T* from = start + c * 8;
-    if (ok && s.page_table != nullptr) {
-      const PageSlot at = find_page(s, batch, token);
-      ok = at.page >= 0;
-      from += at.page * page_stride + at.slot * token_stride;
-    } else {
-      from += token * token_stride;
-    }
-    T* to = shared + r * kPitch<D> + c * 8;
-    if (s.aligned) {
-      gpu::copy16_async(to, from, ok);
-    } else {
-      uint32_t word[4] = {0, 0, 0, 0};
-      if (ok) {
-        KVS_UNROLL for (int k = 0; k < 4; ++k) {
-          word[k] = gpu::load_u16(from + 2 * k) | static_cast<uint32_t>(gpu::load_u16(from + 2 * k + 1)) << 16;
-        }
-      }
-      *reinterpret_cast<uint4*>(to) = make_uint4(word[0], word[1], word[2], word[3]);
-    }
-  }
 }
 
 }  // namespace kvspeed::cuda

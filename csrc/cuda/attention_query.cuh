@@ -9,9 +9,18 @@
 
 namespace kvspeed::cuda {
 
-KVS_DEVICE bool is_query_aligned(const AttentionParams& p) {
+// Whether the query and the segment's cosines and sines can be read in 16-byte words.
+KVS_DEVICE bool is_query_aligned(const AttentionParams& p, const DeviceSegment& s) {
   const uint64_t strides = static_cast<uint64_t>(p.query_stride[0] | p.query_stride[1] | p.query_stride[2]);
-  return reinterpret_cast<uintptr_t>(p.query) % 16 == 0 && strides % 8 == 0;
+  return (reinterpret_cast<uintptr_t>(p.query) | reinterpret_cast<uintptr_t>(s.rope)) % 16 == 0 && strides % 8 == 0;
+}
+
+KVS_DEVICE void load_floats(float (&v)[8], const float* from) {
+  KVS_UNROLL for (int i = 0; i < 8; i += 4) {
+    const uint4 four = gpu::load16(from + i);
+    v[i] = gpu::bits_float(four.x), v[i + 1] = gpu::bits_float(four.y);
+    v[i + 2] = gpu::bits_float(four.z), v[i + 3] = gpu::bits_float(four.w);
+  }
 }
 
 // A pair of words of the two halves, turned by minus the angle and rounded once.
@@ -33,7 +42,7 @@ template <class T, int D, int kRows>
 KVS_DEVICE void load_query_rows(T* shared, const AttentionParams& p, const DeviceSegment& s, int batch, int kv_head,
                                 int row0, int lane) {
   const int pairs = s.rope == nullptr ? 0 : p.rotary_half / 8;  // of chunks, one in each half
-  if (!is_query_aligned(p) || (s.rope != nullptr && (p.interleaved || p.rotary_half % 8 != 0))) {
+  if (!is_query_aligned(p, s) || (s.rope != nullptr && (p.interleaved || p.rotary_half % 8 != 0))) {
     return load_query<T, D, kRows, 32>(shared, p, s, batch, kv_head, row0, lane);
   }
   const T* query = static_cast<const T*>(p.query) + batch * p.query_stride[0];
@@ -44,9 +53,8 @@ KVS_DEVICE void load_query_rows(T* shared, const AttentionParams& p, const Devic
   if (pairs > 0 && lane < 32 / pairs * pairs) {
     const int column = lane % pairs * 8, half = p.rotary_half;
     float cos[8], sin[8];
-    KVS_UNROLL for (int i = 0; i < 8; ++i) {
-      cos[i] = gpu::load_float(s.rope + column + i), sin[i] = gpu::load_float(s.rope + half + column + i);
-    }
+    load_floats(cos, s.rope + column);
+    load_floats(sin, s.rope + half + column);
 #pragma unroll 1
     for (int r = lane / pairs; r < kRows; r += 32 / pairs) {
       uint4 x = make_uint4(0, 0, 0, 0), y = x;

@@ -3,8 +3,8 @@
 // What both attention kernels do between the two products and after them: scores to weights, and results to memory.
 //
 // Scores lie as m16n8k16 leaves them: s[n][e] of lane L is row L / 4 + 8 * (e / 2), key 8 * n + 2 * (L % 4) + e % 2.
-// Softmax is in base 2 and float32. `maximum` is that of the products themselves: their factor is positive (the sign of
-// `scale` went into the query), so one fused multiply-add brings a product to its exponent.
+// Softmax is in base 2 and float32. One fused multiply-add brings a product to its exponent: its factor is positive
+// (the sign of `scale` went into the query).
 #ifndef KVSPEED_CUDA_ATTENTION_STATE_CUH_
 #define KVSPEED_CUDA_ATTENTION_STATE_CUH_
 
@@ -52,7 +52,9 @@ KVS_DEVICE void hide_scores(float (&s)[kTiles][4], int r, int key, int low, int 
   }
 }
 
-// One row's running state. `sum` is this lane's part; add_lanes joins the four lanes of a row at the end.
+// One row's running state. `maximum` is a base-2 logit, ROUNDED: weights are relative to exactly this number, so a tile
+// without a new maximum multiplies the sums by 1 to the bit, however many there are. `sum` is this lane's part;
+// add_lanes joins the four lanes of a row at the end.
 struct RowState {
   float maximum, sum;
 };
@@ -61,13 +63,14 @@ constexpr RowState kEmptyRow = {kMinusInfinity, 0};
 // Turns the scores of row half `r` into weights; returns what the row's sum of values so far is multiplied by.
 template <int kTiles>
 KVS_DEVICE float scores_to_weights(float (&s)[kTiles][4], int r, float score_factor, RowState& row) {
-  float maximum = row.maximum;
-  KVS_UNROLL for (int n = 0; n < kTiles; ++n) maximum = gpu::larger(maximum, gpu::larger(s[n][2 * r], s[n][2 * r + 1]));
+  float maximum = gpu::larger(s[0][2 * r], s[0][2 * r + 1]);
+  KVS_UNROLL for (int n = 1; n < kTiles; ++n) maximum = gpu::larger(maximum, gpu::larger(s[n][2 * r], s[n][2 * r + 1]));
   maximum = gpu::larger(maximum, gpu::shuffle_xor(maximum, 1));
   maximum = gpu::larger(maximum, gpu::shuffle_xor(maximum, 2));
+  maximum = gpu::larger(row.maximum, gpu::mul_rn(maximum, score_factor));
   // Nothing seen yet: subtract 0, since -inf - -inf is NaN where the weight must be 0.
-  const float shift = maximum == kMinusInfinity ? 0.0f : -maximum * score_factor;
-  const float shrink = gpu::exp2_approx(gpu::fma_rn(row.maximum, score_factor, shift));
+  const float shift = maximum == kMinusInfinity ? 0.0f : -maximum;
+  const float shrink = gpu::exp2_approx(row.maximum + shift);
   float sum = 0;
   KVS_UNROLL for (int n = 0; n < kTiles; ++n) {
     KVS_UNROLL for (int e = 2 * r; e < 2 * r + 2; ++e) {
@@ -92,7 +95,7 @@ struct RowResult {
   float factor, lse;
 };
 
-// `maximum` is a base-2 logit here. A NaN sum stays NaN; a sum of 0 has seen nothing.
+// A NaN sum stays NaN; a sum of 0 has seen nothing.
 KVS_DEVICE RowResult partial_result(float maximum, float sum) {
   if (sum == 0) return {0.0f, kMinusInfinity};
   return {1.0f / sum, maximum + gpu::log2_accurate(sum)};

@@ -1,10 +1,9 @@
 // Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
 //
-// Tiles of keys or values into shared memory for a block that walks through a segment.
+// Tiles of keys or values into shared memory, by a block or by a warp of its own.
 //
 // Eight threads share a row, so each copy instruction of a warp takes four runs of 128 bytes, and a thread's addresses
-// within a row are constants. Rows are 16 apart for a thread: one addition a row, and after a tile the pointer stands
-// at the next one.
+// within a row are constants. A thread's rows are kThreads / 8 apart: one addition a row.
 #ifndef KVSPEED_CUDA_ATTENTION_TILE_CUH_
 #define KVSPEED_CUDA_ATTENTION_TILE_CUH_
 
@@ -12,49 +11,52 @@
 
 namespace kvspeed::cuda {
 
-constexpr int kTileThreads = 128, kTileStep = kTileThreads / 8;  // rows from one of a thread's to its next
+// A thread's first row of a tile, and its first chunk of 8 numbers in each of its rows.
+KVS_DEVICE int tile_row(int thread) { return thread / 8; }
+KVS_DEVICE int tile_column(int thread) { return thread % 8 * 8; }
 
-// Calls f(c) for each chunk c of 8 numbers, as a constant offset from the thread's first one.
+// Calls f(c) for each chunk of 8 numbers of a row, as a constant number of chunks from the thread's first one.
 template <int D, class F>
-KVS_DEVICE void for_chunks(int chunk, F f) {
+KVS_DEVICE void for_chunks(int column, F f) {
   KVS_UNROLL for (int c = 0; c < D / 8; c += 8) {
-    if (c + 8 <= D / 8 || chunk < D / 8 - c) f(c);
+    if (c + 8 <= D / 8 || column < D - 8 * c) f(c);
   }
 }
 
-// Rows that lie one after the other, the first at `from`, and that can be copied 16 bytes at a time. Rows outside
-// [low, high) become zeros.
-template <class T, int D, int kRows>
+// Rows that lie one after the other and can be copied 16 bytes at a time. `from` is the thread's own first number:
+// token tile_row, from tile_column on. Rows outside [low, high) become zeros.
+template <class T, int D, int kRows, int kThreads>
 KVS_DEVICE void copy_tile(T* tile, const T* from, int64_t token_stride, int low, int high, int thread) {
-  const int row = thread / 8, chunk = thread % 8;
-  T* to = tile + row * kPitch<D> + chunk * 8;
-  from += row * token_stride + chunk * 8;
-  const int64_t step = kTileStep * token_stride;
+  constexpr int kStep = kThreads / 8;
+  const int row = tile_row(thread), column = tile_column(thread);
+  T* to = tile + row * kPitch<D> + column;
+  const int64_t step = kStep * token_stride;
   if (low <= 0 && high >= kRows) {
-    KVS_UNROLL for (int r = 0; r < kRows; r += kTileStep) {
-      for_chunks<D>(chunk, [&](int c) { gpu::copy16_async(to + r * kPitch<D> + c * 8, from + c * 8, true); });
+    KVS_UNROLL for (int r = 0; r < kRows; r += kStep) {
+      for_chunks<D>(column, [&](int c) { gpu::copy16_async(to + r * kPitch<D> + c * 8, from + c * 8, true); });
       from += step;
     }
   } else {
-    KVS_UNROLL for (int r = 0; r < kRows; r += kTileStep) {
+    KVS_UNROLL for (int r = 0; r < kRows; r += kStep) {
       const bool ok = row + r >= low && row + r < high;
-      for_chunks<D>(chunk, [&](int c) { gpu::copy16_async(to + r * kPitch<D> + c * 8, from + c * 8, ok); });
+      for_chunks<D>(column, [&](int c) { gpu::copy16_async(to + r * kPitch<D> + c * 8, from + c * 8, ok); });
       from += step;
     }
   }
 }
 
-// Rows in pages, or at any address. `start` is head_start of the segment's key or value, `stride` its strides; the
-// tile begins at token0, and tokens outside [low, high) or outside the pages become zeros.
-template <class T, int D, int kRows>
+// Rows in pages, or at any address: one search for the page a row. `start` is head_start of the segment's key or value,
+// `stride` its strides; the tile begins at token0, and tokens outside [low, high) or outside the pages become zeros.
+template <class T, int D, int kRows, int kThreads>
 KVS_DEVICE void gather_tile(T* tile, const DeviceSegment& s, const T* start, const int64_t (&stride)[3], int batch,
                             int token0, int low, int high, int thread) {
-  const int row = thread / 8, chunk = thread % 8;
-  T* to = tile + row * kPitch<D> + chunk * 8;
+  constexpr int kStep = kThreads / 8;
+  const int row = tile_row(thread), column = tile_column(thread);
+  T* to = tile + row * kPitch<D> + column;
 #pragma unroll 1
-  for (int token = token0 + row; token < token0 + kRows; token += kTileStep) {
+  for (int token = token0 + row; token < token0 + kRows; token += kStep) {
     bool ok = token >= low && token < high;
-    const T* from = start + chunk * 8;
+    const T* from = start + column;
     if (ok && s.page_table != nullptr) {
       const PageSlot at = find_page(s, batch, token);
       ok = at.page >= 0;
@@ -62,7 +64,7 @@ KVS_DEVICE void gather_tile(T* tile, const DeviceSegment& s, const T* start, con
     } else if (ok) {
       from += token * stride[2];
     }
-    for_chunks<D>(chunk, [&](int c) {
+    for_chunks<D>(column, [&](int c) {
       if (s.aligned) {
         gpu::copy16_async(to + c * 8, from + c * 8, ok);
       } else {
@@ -76,7 +78,7 @@ KVS_DEVICE void gather_tile(T* tile, const DeviceSegment& s, const T* start, con
         *reinterpret_cast<uint4*>(to + c * 8) = make_uint4(word[0], word[1], word[2], word[3]);
       }
     });
-    to += kTileStep * kPitch<D>;
+    to += kStep * kPitch<D>;
   }
 }
 

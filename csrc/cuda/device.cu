@@ -27,6 +27,7 @@ constexpr int kInvalidDevice = 101;
 int get_device(int* index) { return *index = 0; }
 int set_device(int index) { return index == 0 ? 0 : kInvalidDevice; }
 int query_sm_count(int, int* count) { return *count = 4, 0; }  // few, so that small tests fill the "device"
+int query_shared_per_sm(int, int* bytes) { return *bytes = 228 << 10, 0; }
 void describe(int error) { std::snprintf(last_error, sizeof(last_error), "%s", gpu::error_text(error)); }
 bool no_code_for_device(int) { return false; }
 #else
@@ -34,6 +35,9 @@ int get_device(int* index) { return static_cast<int>(cudaGetDevice(index)); }
 int set_device(int index) { return static_cast<int>(cudaSetDevice(index)); }
 int query_sm_count(int index, int* count) {
   return static_cast<int>(cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, index));
+}
+int query_shared_per_sm(int index, int* bytes) {
+  return static_cast<int>(cudaDeviceGetAttribute(bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, index));
 }
 void describe(int error) {
   cudaGetLastError();  // unless it is a lasting one, the next call starts without it
@@ -45,6 +49,20 @@ bool no_code_for_device(int error) {
          error == cudaErrorJitCompilationDisabled;
 }
 #endif
+
+// A property of each device; 0: not asked yet.
+constexpr int kRemembered = 64;
+using Remembered = std::atomic<int>[kRemembered];
+
+int ask_once(Remembered& known, int device_index, int (*query)(int, int*)) {
+  const bool remember = device_index >= 0 && device_index < kRemembered;
+  int value = remember ? known[device_index].load(std::memory_order_relaxed) : 0;
+  if (value == 0) {
+    if (query(device_index, &value) != 0 || value < 1) return 1;
+    if (remember) known[device_index].store(value, std::memory_order_relaxed);
+  }
+  return value;
+}
 
 }  // namespace
 
@@ -67,15 +85,13 @@ kvspeed_status report(int error) {
 }
 
 int sm_count(int device_index) {
-  constexpr int kRemembered = 64;
-  static std::atomic<int> counts[kRemembered];  // 0: not asked yet
-  const bool remember = device_index >= 0 && device_index < kRemembered;
-  int count = remember ? counts[device_index].load(std::memory_order_relaxed) : 0;
-  if (count == 0) {
-    if (query_sm_count(device_index, &count) != 0 || count < 1) return 1;
-    if (remember) counts[device_index].store(count, std::memory_order_relaxed);
-  }
-  return count;
+  static Remembered counts;
+  return ask_once(counts, device_index, query_sm_count);
+}
+
+int shared_per_sm(int device_index) {
+  static Remembered sizes;
+  return ask_once(sizes, device_index, query_shared_per_sm);
 }
 
 }  // namespace kvspeed::cuda

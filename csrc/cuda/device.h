@@ -29,8 +29,10 @@ class DeviceGuard {
 // device can run, KVSPEED_DEVICE_ERROR else. Keeps the runtime's text for kvspeed_cuda_last_error().
 kvspeed_status report(int error);
 
-// Streaming multiprocessors of a device, at least 1 even where the runtime refuses to say. Asked once, then remembered.
+// Streaming multiprocessors of a device, and bytes of shared memory of each. At least 1 even where the runtime refuses
+// to say. Asked once, then remembered.
 int sm_count(int device_index);
+int shared_per_sm(int device_index);
 
 }  // namespace kvspeed::cuda
 

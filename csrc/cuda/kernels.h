@@ -15,6 +15,7 @@ size_t rope_concat_workspace(const kvspeed_rope_concat_args& args);
 kvspeed_status rope_concat(const kvspeed_rope_concat_args& args, const kvspeed_execution& execution);
 
 size_t segment_attention_workspace(const kvspeed_segment_attention_args& args, int32_t device_index);
+// Checks the workspace itself, so that the work is laid out once.
 kvspeed_status segment_attention(const kvspeed_segment_attention_args& args, const kvspeed_execution& execution);
 
 kvspeed_status merge_states(const kvspeed_merge_states_args& args, const kvspeed_execution& execution);

@@ -32,6 +32,7 @@ int64_t rope_row_floats(const Args& g) { return divide_up(g.rotary_dim, 4) * 4; 
 
 struct Layout {
   AttentionPlan plan;
+  Reach reach;       // of the window
   int64_t rows;      // of the partial states
   int64_t segments;  // that hold tokens, and the tail
   int64_t rope_rows;
@@ -47,12 +48,20 @@ struct Layout {
     }
     rows = g.batch * g.heads * g.query_tokens;
     const int64_t packed = g.heads_kv > 0 ? g.heads / g.heads_kv * g.query_tokens : 0;
-    const AttentionWork work = {packed, g.batch * g.heads_kv, g.head_dim, g.split_tokens, sm_count(device_index)};
-    plan = plan_attention(work, [&g](int64_t i) { return segment_of(g, i).tokens; }, g.num_segments + 1);
+    const AttentionWork work = {packed,         g.batch * g.heads_kv,   g.head_dim,
+                                g.split_tokens, sm_count(device_index), shared_per_sm(device_index)};
+    const int64_t shortest = g.tail_tokens == nullptr ? g.tail.tokens : 0;
+    reach = window_reach(g.window, g.tail.start, shortest, g.tail.tokens, g.query_tokens);
+    plan = plan_attention(work, [&](int64_t i) { return range_of(segment_of(g, i)); }, g.num_segments + 1);
     rope = workspace.take<float>(rope_rows * rope_row_floats(g));
     table = workspace.take<DeviceSegment>(segments > kInlineSegments ? segments : 0);
     partial_out = workspace.take<float>(plan.splits > 1 ? plan.splits * rows * g.head_dim : 0);
     partial_lse = workspace.take<float>(plan.splits > 1 ? plan.splits * rows : 0);
+  }
+
+  TokenRange range_of(const kvspeed_segment& s) const { return reached(reach, s.start + s.offset, s.tokens); }
+  int64_t units_of(const kvspeed_segment& s) const {
+    return cuda::units_of(range_of(s), plan.decode ? plan.split_units : plan.unit_tokens);
   }
 };
 
@@ -95,7 +104,7 @@ void list_segments(const Args& g, const Layout& layout, const Add& add) {
     if (lacks_rope(s, g)) rope = layout.rope + row++ * rope_row_floats(g);
     DeviceSegment d = device_segment(s, rope, tail);
     d.unit_begin = static_cast<int32_t>(units);
-    units += divide_up(s.tokens, layout.plan.decode ? layout.plan.split_units : layout.plan.unit_tokens);
+    units += layout.units_of(s);
     add(d);
   }
 }
@@ -160,7 +169,7 @@ AttentionParams attention_params(const Args& g, const Layout& layout) {
   p.split_units = at_most(layout.plan.split_units, kMaxTokens);
   p.out_aligned = in_vectors(g.out, g.out_stride);
   p.tail_length = static_cast<int32_t>(g.tail.tokens), p.tail_position = g.tail.start;
-  p.window = g.window;
+  p.window = g.window, p.window_start = layout.reach.from;
   // A scale of 0 makes the query 0, so that every factor stays positive.
   const float size = g.scale == 0 ? 1.0f : std::fabs(g.scale);
   p.query_factor = g.scale > 0 ? 1.0f : g.scale < 0 ? -1.0f : g.scale;
@@ -210,13 +219,9 @@ bool fits(const Args& g, const Layout& layout) {
   return tiles * g.batch * g.heads_kv <= kMaxBlocks / layout.plan.splits;
 }
 
-// 128 rows a block read the keys half as often, where that still leaves every multiprocessor two blocks.
-AttentionKernel choose_kernel(const Args& g, const AttentionPlan& plan, int32_t device_index) {
+AttentionKernel kernel_of(const AttentionPlan& plan) {
   if (plan.decode) return AttentionKernel::kDecode;
-  const int64_t rows = g.heads / g.heads_kv * g.query_tokens;
-  const int64_t blocks = divide_up(rows, 128) * g.batch * g.heads_kv * plan.splits;
-  const bool wide = g.head_dim <= 128 && rows > 64 && blocks >= kBlocksWanted * sm_count(device_index);
-  return wide ? AttentionKernel::kPrefill128 : AttentionKernel::kPrefill64;
+  return plan.wide ? AttentionKernel::kPrefill128 : AttentionKernel::kPrefill64;
 }
 
 }  // namespace
@@ -236,6 +241,8 @@ kvspeed_status segment_attention(const Args& g, const kvspeed_execution& executi
   Layout layout;
   layout.lay_out(g, execution.device_index, workspace);
   if (!fits(g, layout)) return KVSPEED_UNSUPPORTED;
+  const kvspeed_status status = check_workspace(execution, workspace.used());
+  if (status != KVSPEED_OK) return status;
 
   const DeviceGuard guard(execution.device_index);
   if (guard.error() != 0) return report(guard.error());
@@ -251,7 +258,7 @@ kvspeed_status segment_attention(const Args& g, const kvspeed_execution& executi
     list_segments(g, layout, [&](const DeviceSegment& d) { p.segments[filled++] = d; });
   }
   if (error == 0) {
-    error = launch_by_head_dim(choose_kernel(g, layout.plan, execution.device_index), g, p, stream);
+    error = launch_by_head_dim(kernel_of(layout.plan), g, p, stream);
   }
   if (error == 0 && layout.plan.splits > 1) error = launch_merge(g, layout, stream);
   return report(error);

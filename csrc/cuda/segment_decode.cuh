@@ -10,9 +10,10 @@
 #ifndef KVSPEED_CUDA_SEGMENT_DECODE_CUH_
 #define KVSPEED_CUDA_SEGMENT_DECODE_CUH_
 
-#include "cuda/attention_load.cuh"
 #include "cuda/attention_nonfinite.cuh"
+#include "cuda/attention_query.cuh"
 #include "cuda/attention_state.cuh"
+#include "cuda/attention_tile.cuh"
 
 namespace kvspeed::cuda {
 
@@ -24,8 +25,8 @@ struct DecodeShape {
   static constexpr int kWarps = D <= 128 ? 4 : 2;
   static constexpr int kThreads = 32 * kWarps;
   // Runs on their way in each warp, keys and values apart: all but one of 2 * kRuns transfers are in flight while a
-  // warp works. Chosen so that a block fits into the 99 KB of the smallest GPUs and 2 or 3 into those of the largest.
-  static constexpr int kRuns = D <= 96 ? 3 : 2;
+  // warp works. Chosen so that a block fits into the 99 KB of the smallest GPUs, 2 into 164 and 3 into 228 KB.
+  static constexpr int kRuns = D <= 80 ? 3 : 2;
   static constexpr int kBlocksPerSm = 3;
   static constexpr int kTileNumbers = kKeys * kPitch<D>;
   static constexpr int kRingBytes = kWarps * kRuns * 2 * kTileNumbers * 2;
@@ -55,7 +56,7 @@ KVS_DEVICE DecodeRange decode_range(const AttentionParams& p, const DeviceSegmen
   const Visible v = visible_keys(p, s, batch);
   int begin = 0, end = kMaxTokens;
   if (p.splits > 1) {
-    begin = (split - s.unit_begin) * p.split_units;
+    begin = (first_planned(p, s) / p.split_units + split - s.unit_begin) * p.split_units;
     end = begin + p.split_units;
   }
   const int last = p.query_tokens - 1;
@@ -77,10 +78,17 @@ class DecodeRuns {
  public:
   KVS_DEVICE DecodeRuns(const DeviceSegment& s, const DecodeRange& range, T* ring, int batch, int kv_head, int warp,
                         int lane)
-      : s_(s), range_(range), ring_(ring + warp * Shape::kRuns * 2 * Shape::kTileNumbers), batch_(batch), lane_(lane) {
-    key_ = head_start<T>(s, s.key, s.key_stride, batch, kv_head);
-    value_ = head_start<T>(s, s.value, s.value_stride, batch, kv_head);
-    token_ = range.from + warp * Shape::kKeys;
+      : s_(s),
+        range_(range),
+        ring_(ring + warp * Shape::kRuns * 2 * Shape::kTileNumbers),
+        plain_(s.aligned && s.page_table == nullptr),
+        batch_(batch),
+        kv_head_(kv_head),
+        lane_(lane),
+        token_(range.from + warp * Shape::kKeys) {
+    const int row = token_ + tile_row(lane), column = tile_column(lane);
+    key_ = head_start<T>(s, s.key, s.key_stride, batch, kv_head) + row * s.key_stride[2] + column;
+    value_ = head_start<T>(s, s.value, s.value_stride, batch, kv_head) + row * s.value_stride[2] + column;
   }
 
   // Starts the first runs. Empty ones count too, so that the number of transfers to wait for is a constant.
@@ -92,12 +100,11 @@ class DecodeRuns {
   }
 
   KVS_DEVICE void attend(const AttentionParams& p, const T* query, DecodeState<D>& state) {
-    constexpr bool kQueryInRegisters = D <= 64;
+    constexpr bool kQueryInRegisters = D <= 128;
     uint32_t kept[kQueryInRegisters ? D / 16 : 1][4];
     if constexpr (kQueryInRegisters) {
       KVS_UNROLL for (int k = 0; k < D / 16; ++k) gpu::load_matrix_x4(kept[k], query_row(query, k));
     }
-    const bool paged = s_.page_table != nullptr;
     int slot = 0;
 #pragma unroll 1
     for (int token = token_; token < range_.to; token += kStep) {
@@ -127,7 +134,7 @@ class DecodeRuns {
           hide_scores(s, r, token + 2 * (lane_ % 4), range_.low[r], range_.high[r]);
         }
       }
-      if (paged && !pages_exist(s_, batch_, token, min_of(token + Shape::kKeys, range_.to), lane_)) {
+      if (!plain_ && !pages_exist(s_, batch_, token, min_of(token + Shape::kKeys, range_.to), lane_)) {
         hide_missing(s, token + 2 * (lane_ % 4));
       }
       float shrink[2];
@@ -166,17 +173,20 @@ class DecodeRuns {
     return query + lane_ % 16 * kPitch<D> + k * 16 + lane_ / 16 * 8;
   }
 
-  KVS_DEVICE void load_keys(int slot, int token) {
+  KVS_DEVICE void load_keys(int slot, int token) { load(keys(slot), s_.key, s_.key_stride, key_, token); }
+  KVS_DEVICE void load_values(int slot, int token) { load(values(slot), s_.value, s_.value_stride, value_, token); }
+
+  // `next` is where this lane's part of the run lies, and afterwards of the warp's next one; see copy_tile.
+  KVS_DEVICE void load(T* tile, const void* data, const int64_t (&stride)[3], const T*& next, int token) {
     if (token < range_.to) {
-      load_rows<T, D, Shape::kKeys, 32>(keys(slot), s_, key_, s_.key_stride, batch_, token, range_.from, range_.to,
-                                        lane_);
-    }
-    gpu::copy_commit();
-  }
-  KVS_DEVICE void load_values(int slot, int token) {
-    if (token < range_.to) {
-      load_rows<T, D, Shape::kKeys, 32>(values(slot), s_, value_, s_.value_stride, batch_, token, range_.from,
-                                        range_.to, lane_);
+      if (plain_) {
+        const int64_t token_stride = stride[2];
+        copy_tile<T, D, Shape::kKeys, 32>(tile, next, token_stride, 0, range_.to - token, lane_);
+        next += kStep * token_stride;
+      } else {
+        const T* start = head_start<T>(s_, data, stride, batch_, kv_head_);
+        gather_tile<T, D, Shape::kKeys, 32>(tile, s_, start, stride, batch_, token, range_.from, range_.to, lane_);
+      }
     }
     gpu::copy_commit();
   }
@@ -204,8 +214,9 @@ class DecodeRuns {
   const DeviceSegment& s_;  // in shared memory
   const DecodeRange& range_;
   T* ring_;
-  const T *key_, *value_;
-  int batch_, lane_, token_;
+  bool plain_;  // its rows can be copied by copy_tile
+  int batch_, kv_head_, lane_, token_;
+  const T *key_, *value_;  // where this lane's part of the next run lies
 };
 
 // The warps' sums through shared memory, joined and written: each thread takes eight columns of a row at a time.
@@ -236,16 +247,16 @@ KVS_DEVICE void write_decoded(const AttentionParams& p, float* shared, DecodeSta
     const int row = index / (D / 8), column = index % (D / 8) * 8;
     float maximum = kMinusInfinity;
     KVS_UNROLL for (int w = 0; w < Shape::kWarps; ++w) maximum = gpu::larger(maximum, maxima[w * kDecodeRows + row]);
-    const float shift = maximum == kMinusInfinity ? 0.0f : -maximum * p.score_factor;
+    const float shift = maximum == kMinusInfinity ? 0.0f : -maximum;
     float denominator = 0, v[8] = {};
     KVS_UNROLL for (int w = 0; w < Shape::kWarps; ++w) {
-      const float weight = gpu::exp2_approx(gpu::fma_rn(maxima[w * kDecodeRows + row], p.score_factor, shift));
+      const float weight = gpu::exp2_approx(maxima[w * kDecodeRows + row] + shift);
       denominator += weight * denominators[w * kDecodeRows + row];
       const float* sums = shared + w * Shape::kSumNumbers + row * Shape::kSumPitch + column;
       KVS_UNROLL for (int i = 0; i < 8; ++i) v[i] += weight * sums[i];
     }
     const RowPlace place = place_of(p, kv_head, row);
-    const RowResult result = row_result(p, maximum * p.score_factor, denominator, place.head);
+    const RowResult result = row_result(p, maximum, denominator, place.head);
     KVS_UNROLL for (int i = 0; i < 8; ++i) v[i] *= result.factor;
     write_values<T, D>(p, split, batch, place, column, v);
     if (column == 0) write_lse(p, split, batch, place, result.lse);
@@ -257,6 +268,7 @@ template <class T, int D>
 KVS_KERNEL(DecodeShape<D>::kThreads, DecodeShape<D>::kBlocksPerSm)
 void segment_decode_kernel(KVS_PARAM AttentionParams p) {
   using Shape = DecodeShape<D>;
+  constexpr int kRows = kDecodeRows / Shape::kWarps;  // of the query, that a warp loads
   KVS_SHARED(shared);
   DeviceSegment* segment = reinterpret_cast<DeviceSegment*>(shared);
   T* query = reinterpret_cast<T*>(shared + sizeof(DeviceSegment));
@@ -279,7 +291,7 @@ void segment_decode_kernel(KVS_PARAM AttentionParams p) {
     if (range.from < range.to) {
       DecodeRuns<T, D> runs(*segment, range, ring, batch, kv_head, warp, lane);
       runs.start();
-      load_query<T, D, kDecodeRows, Shape::kThreads>(query, p, *segment, batch, kv_head, 0, thread);
+      load_query_rows<T, D, kRows>(query + warp * kRows * kPitch<D>, p, *segment, batch, kv_head, warp * kRows, lane);
       gpu::sync_block();
       runs.attend(p, query, state);
     }

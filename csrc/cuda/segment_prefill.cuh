@@ -23,7 +23,7 @@ namespace kvspeed::cuda {
 // kRowTiles: m16 tiles in each warp. 2 halves the shared memory read for each product, but needs 255 registers.
 template <int D, int kRowTiles>
 struct PrefillShape {
-  static constexpr int kThreads = kTileThreads;
+  static constexpr int kThreads = 128;
   static constexpr int kWarpRows = 16 * kRowTiles;
   static constexpr int kRows = kThreads / 32 * kWarpRows;
   static constexpr int kKeys = D > 128 ? 32 : 64;  // of a tile
@@ -117,6 +117,10 @@ class Prefill {
   }
 
  private:
+  // The thread's index, which the loops around carry along in one register; see compute_here. The mask changes nothing,
+  // but from it the compiler knows that divisions are shifts.
+  KVS_DEVICE int thread_here() const { return gpu::compute_here(thread_) & (Shape::kThreads - 1); }
+
   // ---- the walk ----------------------------------------------------------------------------------------------------
 
   // To the first tile of the next segment of which any row sees a key in the split's range. Behind its last barrier all
@@ -124,7 +128,7 @@ class Prefill {
   KVS_DEVICE bool next_segment() {
     const int begin = p_.splits == 1 ? 0 : block_.split * p_.split_units;
     const int end = p_.splits == 1 ? kMaxTokens : begin + p_.split_units;
-    const int thread = gpu::compute_here(thread_);
+    const int thread = thread_here();
     int index = block_.index;
 #pragma unroll 1
     while (++index < p_.num_segments) {
@@ -134,7 +138,7 @@ class Prefill {
       gpu::sync_block();
       const DeviceSegment& s = block_.segment;
       const Visible seen = visible_keys(p_, s, block_.batch);
-      const int before = p_.splits == 1 ? 0 : s.unit_begin;
+      const int before = p_.splits == 1 ? 0 : s.unit_begin - first_planned(p_, s) / kKeys;  // units, at its tile 0
       const int from = seen.low_of(block_.token[0]), to = seen.high_of(block_.token[Shape::kRows - 1]);
       tile_ = max_of(from / kKeys, begin - before);
       const int tile_end = min_of((to + kKeys - 1) / kKeys, end - before);
@@ -156,9 +160,11 @@ class Prefill {
   // The query rows of this warp, turned for the segment.
   KVS_DEVICE void start_segment() {
     const DeviceSegment& s = block_.segment;
-    const int thread = gpu::compute_here(thread_), lane = thread % 32, warp = thread / 32;
+    const int thread = thread_here(), lane = thread % 32, warp = thread / 32;
     const int row0 = block_.row0 + warp * Shape::kWarpRows;
     if constexpr (Shape::kQueryInRegisters) {
+      // A place for each warp in the values' buffer: the last ones are done with (see next_segment), and the next ones
+      // come behind the barrier that also awaits the first keys.
       T* stage = values_ + warp * 16 * kPitch<D>;
       KVS_UNROLL for (int m = 0; m < kRowTiles; ++m) {
         load_query_rows<T, D, 16>(stage, p_, s, block_.batch, block_.kv_head, row0 + 16 * m, lane);
@@ -168,7 +174,6 @@ class Prefill {
         }
         gpu::sync_warp();
       }
-      gpu::sync_block();  // the values may come
     } else {
       load_query_rows<T, D, Shape::kWarpRows>(query_ + warp * Shape::kWarpRows * kPitch<D>, p_, s, block_.batch,
                                               block_.kv_head, row0, lane);
@@ -187,26 +192,30 @@ class Prefill {
   KVS_DEVICE void load(T* tile, const void* data, const int64_t (&stride)[3]) {
     const DeviceSegment& s = block_.segment;
     const T* start = head_start<T>(s, data, stride, block_.batch, block_.kv_head);
-    const int key = tile_ * kKeys, low = block_.from, high = block_.to, thread = gpu::compute_here(thread_);
+    const int key = tile_ * kKeys, low = block_.from, high = block_.to, thread = thread_here();
     if (block_.plain) {
-      copy_tile<T, D, kKeys>(tile, start + key * stride[2], stride[2], low - key, high - key, thread);
+      const T* from = start + (key + tile_row(thread)) * stride[2] + tile_column(thread);
+      copy_tile<T, D, kKeys, Shape::kThreads>(tile, from, stride[2], low - key, high - key, thread);
     } else {
-      gather_tile<T, D, kKeys>(tile, s, start, stride, block_.batch, key, low, high, thread);
+      gather_tile<T, D, kKeys, Shape::kThreads>(tile, s, start, stride, block_.batch, key, low, high, thread);
     }
   }
 
   // ---- the two products --------------------------------------------------------------------------------------------
 
-  // Where this lane's row of a 16 x 16 part of a tile begins, for matrix loads: the same for queries, keys and values,
-  // so that one register serves all. Keys are the columns of their product: theirs come as matrices 0, 2 and 1, 3.
+  // Where this lane's row of a 16 x 16 part of a tile begins, for matrix loads. Keys are the columns of their product:
+  // theirs come in another order, so that the two registers that one product takes are neighbours.
   KVS_DEVICE static int lane_place(int thread) { return thread % 16 * kPitch<D> + thread % 32 / 16 * 8; }
+  KVS_DEVICE static int key_place(int thread) {
+    return (thread % 8 + thread % 32 / 16 * 8) * kPitch<D> + thread % 16 / 8 * 8;
+  }
 
   KVS_DEVICE void form_scores() {
     KVS_UNROLL for (int m = 0; m < kRowTiles; ++m) {
       KVS_UNROLL for (int n = 0; n < kKeys / 8; ++n) { KVS_UNROLL for (int e = 0; e < 4; ++e) score_[m][n][e] = 0; }
     }
-    const int thread = gpu::compute_here(thread_);
-    const T* key_row = keys_ + lane_place(thread);
+    const int thread = thread_here();
+    const T* key_row = keys_ + key_place(thread);
     const T* query_row = query_ + thread / 32 * Shape::kWarpRows * kPitch<D> + lane_place(thread);
     KVS_UNROLL for (int k = 0; k < D / 16; ++k) {
       uint32_t reloaded[kRowTiles][4];
@@ -221,32 +230,38 @@ class Prefill {
         KVS_UNROLL for (int m = 0; m < kRowTiles; ++m) {
           const uint32_t (&a)[4] =
               Shape::kQueryInRegisters ? turned_[m][Shape::kQueryInRegisters ? k : 0] : reloaded[m];
-          gpu::mma_m16n8k16<T>(score_[m][2 * n], a, b[0], b[2]);
-          gpu::mma_m16n8k16<T>(score_[m][2 * n + 1], a, b[1], b[3]);
+          gpu::mma_m16n8k16<T>(score_[m][2 * n], a, b[0], b[1]);
+          gpu::mma_m16n8k16<T>(score_[m][2 * n + 1], a, b[2], b[3]);
         }
       }
     }
   }
 
-  // Scores to weights, and the sums so far to the new maximum.
+  // Scores to weights, packed at once so that they take half the registers, and the sums so far to the new maximum.
+  // Most tiles of a long context bring no row a new one.
   KVS_DEVICE void weigh_scores() {
     KVS_UNROLL for (int m = 0; m < kRowTiles; ++m) {
+      float shrink[2];
       KVS_UNROLL for (int r = 0; r < 2; ++r) {
-        const float shrink = scores_to_weights(score_[m], r, p_.score_factor, row_[m][r]);
-        KVS_UNROLL for (int n = 0; n < D / 8; ++n) sum_[m][n][2 * r] *= shrink, sum_[m][n][2 * r + 1] *= shrink;
+        shrink[r] = scores_to_weights(score_[m], r, p_.score_factor, row_[m][r]);
+        KVS_UNROLL for (int n = 0; n < kKeys / 8; ++n) {
+          weight_[m][n][r] = gpu::pack2<T>(score_[m][n][2 * r], score_[m][n][2 * r + 1]);
+        }
+      }
+      if (shrink[0] != 1 || shrink[1] != 1) {
+        KVS_UNROLL for (int n = 0; n < D / 8; ++n) {
+          KVS_UNROLL for (int e = 0; e < 4; ++e) sum_[m][n][e] *= shrink[e / 2];
+        }
       }
     }
   }
 
   KVS_DEVICE void add_values() {
-    const T* value_row = values_ + lane_place(gpu::compute_here(thread_));
+    const T* value_row = values_ + lane_place(thread_here());
     KVS_UNROLL for (int k = 0; k < kKeys / 16; ++k) {
       uint32_t a[kRowTiles][4];
       KVS_UNROLL for (int m = 0; m < kRowTiles; ++m) {
-        KVS_UNROLL for (int i = 0; i < 4; ++i) {
-          const float (&w)[4] = score_[m][2 * k + i / 2];
-          a[m][i] = gpu::pack2<T>(w[i % 2 * 2], w[i % 2 * 2 + 1]);
-        }
+        KVS_UNROLL for (int i = 0; i < 4; ++i) a[m][i] = weight_[m][2 * k + i / 2][i % 2];
       }
       KVS_UNROLL for (int n = 0; n < D / 16; ++n) {
         uint32_t b[4];
@@ -267,7 +282,7 @@ class Prefill {
 
   // Hides keys from the rows that do not see them.
   KVS_DEVICE void hide() {
-    const int key = tile_ * kKeys, thread = gpu::compute_here(thread_), warp_row = thread / 32 * Shape::kWarpRows;
+    const int key = tile_ * kKeys, thread = thread_here(), warp_row = thread / 32 * Shape::kWarpRows;
     const Visible& seen = block_.seen;
     const int first = block_.token[warp_row], last = block_.token[warp_row + Shape::kWarpRows - 1];
     const int low = seen.low_of(last), high = seen.high_of(first);  // what all rows of the warp see
@@ -291,7 +306,7 @@ class Prefill {
 
   KVS_DEVICE void hide_missing_pages(int key) {
     const DeviceSegment& s = block_.segment;
-    const int lane = gpu::compute_here(thread_) % 32;
+    const int lane = thread_here() % 32;
     const int from = max_of(key, block_.from), to = min_of(key + kKeys, block_.to);
     if (pages_exist(s, block_.batch, from, to, lane)) return;
     KVS_UNROLL for (int n = 0; n < kKeys / 8; ++n) {
@@ -306,7 +321,7 @@ class Prefill {
 
   // See attention_nonfinite.cuh. All warps read the whole tile, so they agree.
   KVS_DEVICE void isolate_nonfinite(int key) {
-    const int thread = gpu::compute_here(thread_), lane = thread % 32;
+    const int thread = thread_here(), lane = thread % 32;
     if (!any_nonfinite<T, D, kKeys>(values_, lane)) return;
     KVS_UNROLL for (int m = 0; m < kRowTiles; ++m) {
       KVS_UNROLL for (int r = 0; r < 2; ++r) {
@@ -325,15 +340,14 @@ class Prefill {
   // Through shared memory, 16 rows a warp at a time, so that each thread writes eight neighbours.
   KVS_DEVICE void write() {
     gpu::sync_block();
-    const int thread = gpu::compute_here(thread_), lane = thread % 32;
+    const int thread = thread_here(), lane = thread % 32;
     float* stage = reinterpret_cast<float*>(query_) + thread / 32 * 16 * kPitch<D>;
     KVS_UNROLL for (int m = 0; m < kRowTiles; ++m) {
       const int row0 = block_.row0 + thread / 32 * Shape::kWarpRows + 16 * m;
       KVS_UNROLL for (int r = 0; r < 2; ++r) {
         const int row = 8 * r + lane / 4;
         const RowPlace place = place_of(p_, block_.kv_head, min_of(row0 + row, p_.rows - 1));
-        const RowResult result =
-            row_result(p_, row_[m][r].maximum * p_.score_factor, add_lanes(row_[m][r].sum), place.head);
+        const RowResult result = row_result(p_, row_[m][r].maximum, add_lanes(row_[m][r].sum), place.head);
         if (lane % 4 == 0 && row0 + row < p_.rows) write_lse(p_, block_.split, block_.batch, place, result.lse);
         KVS_UNROLL for (int n = 0; n < D / 8; ++n) {
           *reinterpret_cast<float2*>(stage + row * kPitch<D> + 8 * n + lane % 4 * 2) =
@@ -363,13 +377,14 @@ class Prefill {
   int tile_ = 0;
   uint32_t turned_[Shape::kQueryInRegisters ? kRowTiles : 1][Shape::kQueryInRegisters ? D / 16 : 1][4];
   float score_[kRowTiles][kKeys / 8][4];
+  uint32_t weight_[kRowTiles][kKeys / 8][2];  // of both row halves, two keys each
   float sum_[kRowTiles][D / 8][4];
   RowState row_[kRowTiles][2];
 };
 
 // Grid: one block for each tile of rows (the fastest, so that they meet in the L2), batch row, KV head and split.
 template <class T, int D, int kRowTiles>
-KVS_KERNEL(kTileThreads, (PrefillShape<D, kRowTiles>::kBlocksPerSm))
+KVS_KERNEL((PrefillShape<D, kRowTiles>::kThreads), (PrefillShape<D, kRowTiles>::kBlocksPerSm))
 void segment_prefill_kernel(KVS_PARAM AttentionParams p) {
   KVS_SHARED(shared);
   Prefill<T, D, kRowTiles>(p, shared).run();

@@ -8,7 +8,7 @@
 //
 // Prints how far the two answers are apart, and returns non-zero where that is more than rounding.
 //
-//   cmake -S examples/embed -B build/embed && cmake --build build/embed && build/embed/embed
+//   cmake -S examples/embed -B build/embed -DKVSPEED_CUDA=OFF && cmake --build build/embed && build/embed/embed
 //
 // Without CMake, with the baseline kernels alone:
 //

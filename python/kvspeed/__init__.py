@@ -18,6 +18,7 @@ _EXPORTS = {
     "PacketStore": "kvspeed.packet.store",
     "Sample": "kvspeed.samples",
     "Segment": "kvspeed.segment",
+    "SegmentList": "kvspeed.segment",
     "SpeedSpec": "kvspeed.rule",
     "VerifyReport": "kvspeed.gate",
     "assemble": "kvspeed.packet",
@@ -33,12 +34,14 @@ _EXPORTS = {
     "write_samples": "kvspeed.samples",
 }
 
-__all__ = ["__version__", "ops", *_EXPORTS]
+_MODULES = ("graph", "ops")
+
+__all__ = ["__version__", *_MODULES, *_EXPORTS]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "ops":
-        return import_module("kvspeed.ops")
+    if name in _MODULES:
+        return import_module(f"kvspeed.{name}")
     if name not in _EXPORTS:
         raise AttributeError(f"module 'kvspeed' has no attribute {name!r}; it has {', '.join(sorted(__all__))}")
     value = globals()[name] = getattr(import_module(_EXPORTS[name]), name)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -65,7 +65,7 @@ def attention_forward(
         if plan.cache is not None and plan.cache.observe is not None:
             plan.cache.observe(module, query, key, value, scale, softcap, window)
         layer = plan.cache.layer(index) if plan.cache is not None else None
-        segments = layer.segments if layer is not None else None
+        segments = layer is not None and len(layer.segments) > 0
         few = query.shape[2] == 1 or (plan.past > 0 and (query.is_cuda or query.shape[2] <= _MAX_KERNEL_QUERIES))
         kernel = plan.kernels and _covered(query, key, value)
         if layer is not None and layer.survivors and (window is not None or not kernel):
@@ -104,7 +104,8 @@ def _segments(
 ) -> torch.Tensor:
     assert plan.cache is not None
     layer = plan.cache.layer(index)
-    segments, start = layer.segments, layer.prefix + layer.start
+    segments: Sequence[Segment] = layer.segments
+    start = layer.prefix + layer.start
     first = plan.first(query.device, layer.start)
     copied = plan.cache.assembled - layer.prefix - layer.removed if first is not None else 0
     if copied:  # packets were copied to the tail's front; the rows' padding comes after them

@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from kvspeed.devices import to_device
 from kvspeed.rule import SpeedSpec
-from kvspeed.segment import Segment
+from kvspeed.segment import Segment, SegmentList
 from kvspeed.segment_layer import SegmentLayer
 
 __all__ = ["KVCache"]
@@ -89,7 +89,8 @@ class KVCache(DynamicCache):
         if len(per_layer) != self.depth:
             raise ValueError(f"per_layer has {len(per_layer)} layers; this cache keeps prompts in {self.depth} layers")
         for layer, segments in zip(self._layers(), per_layer, strict=False):
-            layer.segments, layer.prefix, layer.survivors = list(segments), length, survivors
+            layer.segments = segments if isinstance(segments, SegmentList) else SegmentList(segments)
+            layer.prefix, layer.survivors = length, survivors
         self.assembled = length
 
     def set_storage(self, keys: torch.Tensor, values: torch.Tensor, length: int, removed: int = 0) -> None:

@@ -1,11 +1,14 @@
 # Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
-"""One run of keys and values in memory, and the number that says where it is used."""
+"""One run of keys and values in memory, and the number that says where it is used; and lists of them that stay."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, overload
+
 from torch import Tensor
 
-__all__ = ["Segment"]
+__all__ = ["Segment", "SegmentList"]
 
 
 class Segment:
@@ -14,8 +17,8 @@ class Segment:
     A prompt is a list of segments. They are read in place: `kvspeed.ops.segment_attention` rotates the query by minus
     the offset instead of rotating the keys, so one copy serves every request and every position.
 
-    A segment is made for each layer at each step, so making one only stores the fields; shapes, dtypes and ranges are
-    checked by the op that reads it.
+    Making one only stores the fields; shapes, dtypes and ranges are checked by the op that reads it. Where the same
+    segments are read again and again, as by every decoding step of a layer, give them as a `SegmentList`.
 
     Attributes:
         key: `[H_kv, T, D]`, shared by all rows of the batch, or `[B, H_kv, T, D]`. Any strides, stride 1 along D.
@@ -63,3 +66,77 @@ class Segment:
         padding = "" if self.first is None else ", first=..."
         paged = "" if self.page_table is None else f", page_table=..., tokens={self.tokens}"
         return f"Segment(key={shape} {dtype}, offset={self.offset}, start={self.start}{padding}{paged})"
+
+
+class SegmentList(Sequence[Segment]):
+    """Segments that stay as they are, so that the kernels read and check them once, not at every call.
+
+    It is a copy: what is done later to the list, to its segments, or to their tensors as objects (`t.data = x`,
+    `t.resize_(...)`) does not change it, and it keeps the memory alive. The numbers are not copied: those that are
+    written into that memory are seen. Only the memory itself must not be taken away
+    (`t.untyped_storage().resize_(...)`, or a `resize_` that needs more of it).
+
+    What it gives out, by index or in a loop, are copies too. As with a list of segments, shapes and dtypes are checked
+    by the op that reads it.
+
+    Raises:
+        TypeError: something is not a Segment.
+    """
+
+    __slots__ = ("_read", "_segments")
+
+    def __init__(self, segments: Iterable[Segment] = ()) -> None:
+        given = list(segments)
+        for i, segment in enumerate(given):
+            if not isinstance(segment, Segment):
+                raise TypeError(f"segments[{i}] must be a kvspeed.Segment, got {type(segment).__name__}")
+        self._segments = tuple(map(_copy, given))
+        self._read: Any = None  # what the compiled code has read of them
+
+    @classmethod
+    def adopt(cls, segments: Iterable[Segment]) -> SegmentList:
+        """The same without a copy, of segments and tensors that nobody else has."""
+        own = cls()
+        own._segments = tuple(segments)
+        return own
+
+    def __len__(self) -> int:
+        return len(self._segments)
+
+    def __iter__(self) -> Iterator[Segment]:
+        return map(_copy, self._segments)
+
+    @overload
+    def __getitem__(self, index: int) -> Segment: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Segment]: ...
+    def __getitem__(self, index: int | slice) -> Segment | list[Segment]:
+        if isinstance(index, slice):
+            return [_copy(segment) for segment in self._segments[index]]
+        return _copy(self._segments[index])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SegmentList, (list(self),)
+
+    def __repr__(self) -> str:
+        return f"SegmentList({list(self._segments)!r})"
+
+
+def _copy(segment: Segment) -> Segment:
+    return Segment(
+        _alias(segment.key),
+        _alias(segment.value),
+        segment.offset,
+        start=segment.start,
+        first=None if segment.first is None else _alias(segment.first),
+        page_table=None if segment.page_table is None else _alias(segment.page_table),
+        tokens=segment._length,
+    )
+
+
+def _alias(tensor: Any) -> Any:
+    """Another tensor over the same memory, which only its owner can turn to other memory; what is not plain stays."""
+    if type(tensor) is not Tensor:
+        return tensor
+    alias = tensor.detach()
+    return alias.requires_grad_() if tensor.requires_grad else alias

@@ -10,7 +10,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from kvspeed import ops
-from kvspeed.segment import Segment
+from kvspeed.segment import Segment, SegmentList
 
 __all__ = ["SegmentLayer"]
 
@@ -31,7 +31,7 @@ class SegmentLayer(CacheLayerMixin):
     def __init__(self, capacity: int = 0, window: int | None = None) -> None:
         self._key: torch.Tensor | None = None
         self._value: torch.Tensor | None = None
-        self.segments: list[Segment] = []
+        self.segments = SegmentList()
         self.survivors: Sequence[torch.Tensor | None] = ()  # see KVCache.set_segments
         self.dense: Any = None  # see kvspeed.removed
         self.prefix = 0  # positions that the segments cover
@@ -178,7 +178,7 @@ class SegmentLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # its name before transformers 5
 
     def reset(self) -> None:
-        self.segments, self.survivors, self.dense = [], (), None
+        self.segments, self.survivors, self.dense = SegmentList(), (), None
         self.prefix, self.removed, self.adopted, self.start, self.length = 0, 0, 0, 0, 0
 
     def map_rows(self, rows: torch.Tensor) -> None:
@@ -186,7 +186,7 @@ class SegmentLayer(CacheLayerMixin):
         if self._key is not None and self._value is not None:
             self._key = _rows(self._key, self.length, rows)
             self._value = _rows(self._value, self.length, rows)
-        self.segments = [_segment_rows(segment, rows) for segment in self.segments]
+        self.segments = SegmentList.adopt(_segment_rows(segment, rows) for segment in self.segments)
 
 
 def _empty(like: torch.Tensor, tokens: int) -> torch.Tensor:

@@ -118,6 +118,7 @@ void add_segment(const kvspeed_segment_attention_args& g, const kvspeed_segment&
 }  // namespace
 
 void announce(const kvspeed_rope_concat_args& g, const kvspeed_execution& execution) {
+  if (simt::options().hollow) return;
   simt::forget_memory();
   const int64_t e = g.storage == KVSPEED_STORED_PLAIN ? static_cast<int64_t>(element_bytes(g.dtype)) : 1;
   const size_t row = static_cast<size_t>(g.head_dim * e);
@@ -146,6 +147,7 @@ void announce(const kvspeed_rope_concat_args& g, const kvspeed_execution& execut
 }
 
 void announce(const kvspeed_segment_attention_args& g, const kvspeed_execution& execution) {
+  if (simt::options().hollow) return;
   simt::forget_memory();
   const int64_t e = static_cast<int64_t>(element_bytes(g.dtype));
   const size_t row = static_cast<size_t>(g.head_dim * e);
@@ -163,6 +165,7 @@ void announce(const kvspeed_segment_attention_args& g, const kvspeed_execution& 
 }
 
 void announce(const kvspeed_merge_states_args& g, const kvspeed_execution& execution) {
+  if (simt::options().hollow) return;
   simt::forget_memory();
   const auto rows = [&](const int64_t (&stride)[3], int64_t e) {
     return std::vector<Dimension>{{g.batch, stride[0] * e}, {g.heads, stride[1] * e}, {g.tokens, stride[2] * e}};

@@ -21,6 +21,7 @@ struct Options {
   Schedule schedule = Schedule::kMixed;
   int threads = 1;                  // OS threads that blocks run on
   int max_shared_bytes = 99 << 10;  // per block: the smallest limit of the GPUs that are built for (8.6, 8.9, 12.0)
+  bool hollow = false;  // launches are counted and do nothing, so that what is left of a call is the host's part
 };
 
 struct Stats {

@@ -141,8 +141,8 @@ typedef struct kvspeed_segment {
   int64_t offset;           // position it is used at minus the position its keys were rotated for
   int64_t start;            // the position token 0 was rotated for (matters to the window only)
   const int32_t* first;     // [batch] or NULL: tokens before it are padding in that row, and invisible
-  // CUDA only, optional: cos[R/2], then sin[R/2] of offset * inv_freq (see kvspeed_rope_row), memory of the device.
-  // With it nothing is computed on the host and no launch is spent on bringing it over; NULL: the call does both.
+  // Optional: cos[R/2], then sin[R/2] of offset * inv_freq (see kvspeed_rope_row), memory of the device. With it the
+  // host computes no angle and, on CUDA, no launch is spent on bringing the row over; NULL: the call does both.
   const float* rope;
   // CUDA only, optional: token t of row b lies in page page_table[b * page_table_stride + t / page_size], and the first
   // entry of key_stride and value_stride is the stride between pages. Tokens in pages outside [0, pages) are invisible.
@@ -179,8 +179,10 @@ typedef struct kvspeed_segment_attention_args {
   int64_t out_stride[3];  // batch, head, token
   float* lse;             // [batch, heads, query_tokens] contiguous, natural log, or NULL
 
-  // Tokens a split covers; 0 lets the library choose. Splits depend on the lengths alone, never on batch or threads,
-  // so a row's result is the same bits alone and in a batch.
+  // Tokens a split covers; 0 lets the library choose. Where it is given, and on the CPU always, splits depend on
+  // lengths, positions and window alone, never on batch or threads, so a row's result is the same bits alone and in a
+  // batch. On CUDA the library's own choice also looks at the batch, the heads and the device's number of
+  // multiprocessors: the same row may then differ in its last bits.
   int64_t split_tokens;
 } kvspeed_segment_attention_args;
 

@@ -68,7 +68,7 @@ def _report() -> dict[str, Any]:
         "instruction_sets_available": ops.cpu_isas(),
         "instruction_set_in_use": ops.current_isa(),
         "cuda_architectures": [str(arch) for arch in build.get("cuda_archs", [])],
-        "cuda_note": _C.cuda_device_count()[1],
+        "cuda_note": _C.cuda_device_count()[1] or _without_cuda(),
     }
     for index, device in enumerate(report["devices"]):
         device["refused"] = cuda_refusal(index)
@@ -112,6 +112,17 @@ def _openmp_runtimes() -> list[str]:
     except OSError:
         return []
     return sorted(path for path in paths if re.match(r"lib(gomp|omp|iomp)", os.path.basename(path)))
+
+
+def _without_cuda() -> str:
+    """Why torch gives no CUDA tensors although the driver shows a GPU to kvspeed; nothing where it does."""
+    import torch
+
+    if torch.cuda.is_available():
+        return ""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is a build without CUDA, so no tensor is on a GPU: install one with CUDA"
+    return f"torch {torch.__version__} cannot use CUDA {torch.version.cuda} on this machine, so no tensor is on a GPU"
 
 
 def _devices() -> list[dict[str, Any]]:

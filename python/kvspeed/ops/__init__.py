@@ -110,7 +110,7 @@ def segment_attention(
     Args:
         query: `[B, H_q, S_q, D]`, rotated at its own positions; any strides, 1 along D; D a multiple of 8 up to 256.
         segments: what every query row sees in full (window and padding aside); may be empty. H_q must be a multiple
-            of H_kv.
+            of H_kv. A list is read and checked at every call, a `kvspeed.SegmentList` once.
         tail_key: `[B, H_kv, T, D]`, rotated at its own positions. Causal, aligned bottom-right: row i sees tail tokens
             up to `T - S_q + i`. T may be 0, or less than S_q.
         tail_value: the same shape and dtype.
@@ -140,6 +140,7 @@ def segment_attention(
         TypeError, ValueError, RuntimeError: as in `rope_concat`.
     """
     if _is_compiling() or _modes() or (type(query) is not Tensor and library.must_dispatch(query)):
+        segments = list(segments)
         out, lse = torch.ops.kvspeed.segment_attention(
             query,
             [segment.key for segment in segments],

@@ -4,9 +4,11 @@
 The op runs once a layer and decoding step, so the call itself must be cheap. Where torch lets C++ read tensors, the
 compiled code takes the arguments as they are (`_fast`), and what follows serves the calls that it does not take: those
 that are not plain, or wrong, or in a CUDA graph's capture. Without that, `_prepare` takes the arguments as they
-are, and tests them without preparing a message; where a test fails, `_normalise` checks everything again slowly,
-raises a precise error or brings the arguments to the plain form, and they are tried once more. Only what `_prepare`
-has passed reaches the compiled code.
+are, and tests them without preparing a message; where a test fails, `attention_checks.normalise` checks everything
+again slowly, raises a precise error or brings the arguments to the plain form, and they are tried once more. Only what
+`_prepare` has passed reaches the compiled code.
+
+Segments of a `SegmentList` are read by `_fast` once; `_prepare` takes them for a list.
 
 GPUs read pages, and lengths of the tail in memory, themselves; for the CPU `paged` brings both to the plain form.
 """
@@ -21,30 +23,16 @@ from torch import Tensor
 
 from kvspeed.ops import checks as check
 from kvspeed.ops import paged
+from kvspeed.ops.attention_checks import GPU_DTYPES, GPU_HEAD_DIMS, MAX_HEAD_DIM, covers, normalise
 from kvspeed.ops.device import Gpu, emulated, gpu_at, gpu_of
 from kvspeed.ops.native import _C, DTYPE_CODES, isa_variable
-from kvspeed.segment import Segment
+from kvspeed.segment import Segment, SegmentList
 
-__all__ = ["covers", "run"]
+__all__ = ["covers", "introduce", "run"]
 
-_MAX_HEAD_DIM = 256
-_GPU_HEAD_DIMS = (64, 80, 96, 128, 256)
-_GPU_DTYPES = (torch.bfloat16, torch.float16)
 _LIMIT = check.INTEGER_LIMIT
 _FLOAT32_MAX = check.FLOAT32_MAX
 _Result = Tensor | tuple[Tensor, Tensor]
-
-
-def covers(query: Tensor) -> bool:
-    """Whether the kernels of the query's device take its dtype and head dimension."""
-    size = query.shape[-1]
-    try:
-        gpu = gpu_of(query)
-    except RuntimeError:  # another device, or a GPU that this build cannot use
-        return False
-    if gpu is None:
-        return query.dtype in DTYPE_CODES and size % 8 == 0 and 8 <= size <= _MAX_HEAD_DIM
-    return query.dtype in _GPU_DTYPES and size in _GPU_HEAD_DIMS
 
 
 def run(*arguments: Any) -> _Result:
@@ -60,7 +48,12 @@ def _make_lse(query: Tensor) -> Tensor:
     return torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
 
 
-_reads_tensors: bool = _C.use_tensors(Tensor, Segment, torch.empty_like, _make_lse)
+def introduce(module: Any) -> bool:
+    """Shows the types to the compiled code; whether it can read tensors."""
+    return module.use_tensors(Tensor, Segment, SegmentList, torch.empty_like, _make_lse)
+
+
+_reads_tensors = introduce(_C)
 
 
 def _fast(arguments: tuple[Any, ...]) -> _Result | None:
@@ -80,12 +73,14 @@ def _fast(arguments: tuple[Any, ...]) -> _Result | None:
 
 def run_in_python(*arguments: Any) -> _Result:
     """The same without reading tensors from C++."""
+    if type(arguments[1]) is SegmentList:
+        arguments = (arguments[0], list(arguments[1]), *arguments[2:])
     try:
         prepared = _prepare(*arguments)
     except RuntimeError:  # tensors without strides or memory: sparse, wrapped; or on a device without kernels
         prepared = None
     if prepared is None:
-        arguments = _normalise(*arguments)  # under this name it keeps alive what the call points to
+        arguments = normalise(*arguments)  # under this name it keeps alive what the call points to
         if paged.needed(*arguments):
             return paged.attend(run, *arguments)
         prepared = _prepare(*arguments)
@@ -134,8 +129,8 @@ def _prepare(
     tracked = torch.is_grad_enabled()
     if (
         code is None
-        or (gpu is None and (head_dim % 8 or not 8 <= head_dim <= _MAX_HEAD_DIM or tail_length is not None))
-        or (gpu is not None and (head_dim not in _GPU_HEAD_DIMS or dtype not in _GPU_DTYPES))
+        or (gpu is None and (head_dim % 8 or not 8 <= head_dim <= MAX_HEAD_DIM or tail_length is not None))
+        or (gpu is not None and (head_dim not in GPU_HEAD_DIMS or dtype not in GPU_DTYPES))
         or query_stride[3] != 1
         or (tracked and query.requires_grad)
         or (not query_pointer and batch * heads * query_tokens)
@@ -390,161 +385,3 @@ def _is_vector(value: Tensor, dtype: torch.dtype, size: int | None, tracked: boo
         and value.is_contiguous()
         and not (tracked and value.requires_grad)
     )
-
-
-def _normalise(
-    query: Tensor,
-    segments: Sequence[Segment],
-    tail_key: Tensor,
-    tail_value: Tensor,
-    inv_freq: Tensor | None,
-    scale: float | None,
-    softcap: float,
-    window: int | None,
-    tail_start: int | None,
-    tail_first: Tensor | None,
-    sinks: Tensor | None,
-    interleaved: bool,
-    return_lse: bool,
-    split_tokens: int | None,
-    tail_length: Tensor | None,
-) -> tuple[Any, ...]:
-    """Raises what is wrong with the arguments, or returns them in the form that `_prepare` takes."""
-    query = check.shape("query", check.tensor("query", query), (None,) * 4, "[B, H_q, S_q, D]")
-    batch, heads, _, head_dim = query.shape
-    device = query.device
-    if gpu_of(query) is not None:
-        _gpu_limits(query)
-    elif head_dim % 8 or not 8 <= head_dim <= _MAX_HEAD_DIM:
-        raise ValueError(
-            f"query has a head dimension of {head_dim}; segment_attention takes multiples of 8 from 8 to "
-            f"{_MAX_HEAD_DIM}: pad the head with zeros, or use torch's scaled_dot_product_attention on a copied cache"
-        )
-    check.head_stride("query", query)
-
-    if tail_key is None or tail_value is None:
-        raise TypeError("tail_key and tail_value must be tensors; where there is no tail give [B, H_kv, 0, D]")
-    names = "[B, H_kv, T, D] with query's B and D"
-    tail_key = _beside(query, "tail_key", tail_key, query.dtype, "query")
-    check.shape("tail_key", tail_key, (batch, None, None, head_dim), names)
-    heads_kv = tail_key.shape[1]
-    if not heads_kv or heads % heads_kv:
-        raise ValueError(
-            f"query has {heads} heads and tail_key has {heads_kv}; the number of query heads must be a multiple of the "
-            "number of key heads"
-        )
-    tail_value = _beside(query, "tail_value", tail_value, query.dtype, "query")
-    check.shape("tail_value", tail_value, tuple(tail_key.shape), "shaped like tail_key")
-    check.head_stride("tail_key", tail_key)
-    check.head_stride("tail_value", tail_value)
-    tail_first = _row_numbers(query, "tail_first", tail_first)
-    tail_length = _row_numbers(query, "tail_length", tail_length)
-
-    if isinstance(segments, (Tensor, Segment, str)) or not hasattr(segments, "__iter__"):
-        raise TypeError(f"segments must be a list of kvspeed.Segment, got {type(segments).__name__}")
-    segments = [_normalise_segment(f"segments[{i}]", segment, query, heads_kv) for i, segment in enumerate(segments)]
-    if inv_freq is not None:
-        inv_freq = check.inv_freq(inv_freq, head_dim)
-        if not inv_freq.is_cpu:
-            check.on_device("inv_freq", inv_freq, device, "query")
-    else:
-        for i, segment in enumerate(segments):
-            if segment.offset:
-                raise ValueError(
-                    f"inv_freq is None, but segments[{i}].offset is {segment.offset}; give this layer's float32 [R/2]"
-                )
-
-    if window is not None:
-        window = check.integer("window", window, 1, low_reason=" (a query counts itself), or None for no window")
-        if tail_start is None:
-            raise ValueError("window is given without tail_start; give the position of the tail's token 0")
-    if tail_start is not None:
-        tail_start = check.integer("tail_start", tail_start, -_LIMIT)
-    if split_tokens is not None:
-        split_tokens = check.integer("split_tokens", split_tokens, 1, low_reason=", or None to let the library choose")
-    if scale is not None:
-        scale = check.finite("scale", scale)
-    softcap = check.finite("softcap", softcap, 0.0)
-    check.boolean("interleaved", interleaved)
-    check.boolean("return_lse", return_lse)
-    if sinks is not None:
-        sinks = check.shape("sinks", _beside(query, "sinks", sinks), (heads,), "[H_q], one logit a query head")
-        sinks = sinks.to(torch.float32).contiguous()
-    return (
-        _unit_head_stride(query),
-        segments,
-        _unit_head_stride(tail_key),
-        _unit_head_stride(tail_value),
-        inv_freq,
-        scale,
-        softcap,
-        window,
-        tail_start,
-        tail_first,
-        sinks,
-        interleaved,
-        return_lse,
-        split_tokens,
-        tail_length,
-    )
-
-
-def _gpu_limits(query: Tensor) -> None:
-    head_dim = query.shape[-1]
-    if query.dtype not in _GPU_DTYPES:
-        raise TypeError(
-            f"query has dtype {str(query.dtype).removeprefix('torch.')}; on a GPU segment_attention takes bfloat16 and "
-            "float16: cast query, keys and values, or use torch's scaled_dot_product_attention on a copied cache"
-        )
-    if head_dim not in _GPU_HEAD_DIMS:
-        sizes = ", ".join(map(str, _GPU_HEAD_DIMS))
-        raise ValueError(
-            f"query has a head dimension of {head_dim}; on a GPU segment_attention takes {sizes}: pad the head with "
-            "zeros to the next of them, or use torch's scaled_dot_product_attention on a copied cache"
-        )
-
-
-def _beside(query: Tensor, name: str, value: Any, dtype: torch.dtype | None = None, dtype_of: str = "") -> Tensor:
-    """A tensor that passes the general checks and is on the query's device."""
-    return check.on_device(name, check.tensor(name, value, dtype, dtype_of), query.device, "query")
-
-
-def _row_numbers(query: Tensor, name: str, value: Tensor | None) -> Tensor | None:
-    """None, or int32 `[B]` on the query's device."""
-    value = check.optional_vector(name, value, torch.int32, query.shape[0], "int32 [B], one number a row")
-    return value if value is None else check.on_device(name, value, query.device, "query")
-
-
-def _normalise_segment(name: str, segment: Any, query: Tensor, heads_kv: int) -> Segment:
-    if not isinstance(segment, Segment):
-        raise TypeError(f"{name} must be a kvspeed.Segment, got {type(segment).__name__}")
-    batch, head_dim = query.shape[0], query.shape[-1]
-    offset = check.integer(f"{name}.offset", segment.offset)
-    start = check.integer(f"{name}.start", segment.start)
-    first = _row_numbers(query, f"{name}.first", segment.first)
-    if segment.page_table is not None:
-        return paged.normalise(name, segment, query, heads_kv, offset, start, first)
-    if segment._length is not None:
-        raise ValueError(f"{name} has tokens={segment._length!r} but no page_table; slice key and value instead")
-    tensors = []
-    for part in ("key", "value"):
-        label = f"{name}.{part}"
-        tensor = _beside(query, label, getattr(segment, part), query.dtype, "query")
-        if tensor.ndim == 4 and tensor.shape[0] == 1 != batch:
-            raise ValueError(
-                f"{label} has shape {list(tensor.shape)}, one row for a batch of {batch}; to share it between the rows "
-                f"give [H_kv, T, D]: {part}[0]"
-            )
-        expected = (heads_kv, None, head_dim) if tensor.ndim == 3 else (batch, heads_kv, None, head_dim)
-        check.shape(label, tensor, expected, "[H_kv, T, D] or [B, H_kv, T, D] with tail_key's H_kv and query's B and D")
-        check.head_stride(label, tensor)
-        tensors.append(_unit_head_stride(tensor if tensor.ndim == 4 else tensor.expand(batch, *tensor.shape)))
-    key, value = tensors
-    if key.shape != value.shape:
-        raise ValueError(f"{name}.value has {value.shape[2]} tokens and {name}.key has {key.shape[2]}; they must agree")
-    return Segment(key, value, offset, start=start, first=first)
-
-
-def _unit_head_stride(tensor: Tensor) -> Tensor:
-    """An empty tensor may carry any stride along the head; `_prepare` wants 1."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

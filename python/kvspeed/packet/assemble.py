@@ -20,7 +20,7 @@ from kvspeed.packet.packet import Packet
 from kvspeed.packet.quantise import one_scaled_dtype
 from kvspeed.patch import state_of
 from kvspeed.rope import RopeSpec, float32_rope_buffers
-from kvspeed.segment import Segment
+from kvspeed.segment import Segment, SegmentList
 
 __all__ = ["assemble", "lay_out"]
 
@@ -93,7 +93,9 @@ def _set_segments(cache: KVCache, blocks: list[Packet], starts: list[int], lengt
         if id(block) not in placed:
             placed[id(block)] = _layers_on(block, devices)
     per_layer = [
-        [Segment(*placed[id(block)][index], start) for block, start in zip(blocks, starts, strict=True)]
+        SegmentList.adopt(
+            Segment(*placed[id(block)][index], start) for block, start in zip(blocks, starts, strict=True)
+        )
         for index in range(cache.depth)
     ]
     pressed = any(block.positions is not None for block in blocks)
