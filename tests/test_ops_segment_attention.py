@@ -130,7 +130,7 @@ def test_long_and_accurate(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 17])
 def test_rounding_does_not_add_up_over_a_split(rows, dtype):
-    """All logits are one large number whose product with log2(e) is not exact: every tile has the same error to make."""
+    """All logits are one large number whose product with log2(e) is not exact: each tile has the same error to make."""
     tokens = small(32768, 8192)
     query, key = torch.zeros(1, 1, rows, 64), torch.zeros(1, 1, tokens, 64)
     factor = torch.tensor(0.125) * torch.tensor(math.log2(math.e))
