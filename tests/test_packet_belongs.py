@@ -145,7 +145,7 @@ def test_other_refusals(model):
 
 
 def test_removed_tokens(model):
-    """Packets with and without all their tokens go together; windows ask where every token stands, which copies lose."""
+    """Packets with and without all their tokens go together; windows ask where each token stands, which copies lose."""
     packet = packet_of(model)
     kept = torch.tensor([0, 2, 3], dtype=torch.int32).expand(3, 2, 3).contiguous()
     rows = kept.long()[..., None].expand(3, 2, 3, 16)

@@ -181,7 +181,7 @@ def test_refused_depths(model, tokenizer, k, error):
 
 def test_refused_press_and_adapters(model, tokenizer):
     for press in ("tova", "cur-30", 0.5, object(), PacketAdapter):
-        with pytest.raises(TypeError, match="press: expected a press of kvspeed.packet.press"):
+        with pytest.raises(TypeError, match=r"press: expected a press of kvspeed\.packet\.press"):
             build_packet(model, tokenizer, "w200", press=press)
     with pytest.raises(TypeError, match="adapter"):
         build_packet(model, tokenizer, "w200", torch.zeros(8, 64))

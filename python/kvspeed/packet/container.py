@@ -113,7 +113,7 @@ def map_file(descriptor: int, size: int, path: str) -> torch.Tensor:
     # by descriptor where the system has a name for that: the path may be another file by now
     name = f"/proc/self/fd/{descriptor}"
     try:
-        storage = torch.UntypedStorage.from_file(name if os.path.exists(name) else path, False, size)
+        storage: Any = torch.UntypedStorage.from_file(name if os.path.exists(name) else path, False, size)
     except RuntimeError as error:
         raise OSError(f"{path} cannot be mapped into memory ({error})") from error
     return torch.empty(0, dtype=torch.uint8).set_(storage)
