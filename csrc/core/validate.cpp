@@ -37,8 +37,8 @@ kvspeed_status check_pages(const kvspeed_rope_concat_args& g, int64_t end, kvspe
 
 kvspeed_status check_segment(const kvspeed_segment& s, const kvspeed_segment_attention_args& g, kvspeed_device device) {
   if (!is_size(s.tokens) || !is_position(s.offset) || !is_position(s.start)) return KVSPEED_INVALID_ARGUMENT;
-  if (s.tokens > 0 && g.batch > 0 && g.heads > 0 && (s.key == nullptr || s.value == nullptr))
-    return KVSPEED_INVALID_ARGUMENT;
+  const bool readable = s.tokens > 0 && g.batch > 0 && g.heads > 0 && (s.page_table == nullptr || s.pages != 0);
+  if (readable && (s.key == nullptr || s.value == nullptr)) return KVSPEED_INVALID_ARGUMENT;
   if (s.offset != 0 && g.rotary_dim > 0 && g.inv_freq == nullptr && !s.rope) return KVSPEED_INVALID_ARGUMENT;
   if (s.page_table == nullptr) return KVSPEED_OK;
   if (device == KVSPEED_CPU) return KVSPEED_UNSUPPORTED;  // the CPU kernels would take a page for a row of the batch

@@ -324,20 +324,17 @@ def _describe_pages(
     segment: Segment, dtype: torch.dtype, sizes: tuple[int, int, int], tracked: bool, where: int
 ) -> tuple[int, ...] | None:
     """A paged segment as the compiled code takes it, its rotation row still missing; None where it is not plain."""
-    key, value, table, tokens = segment.key, segment.value, segment.page_table, segment.tokens
+    key, value, table, tokens = segment.key, segment.value, segment.page_table, segment._length
     batch, heads_kv, head_dim = sizes
     if type(key) is not Tensor or type(value) is not Tensor or key.ndim != 4 or value.shape != key.shape:
         return None
-    if (
-        type(table) is not Tensor
-        or table.dtype is not torch.int32
-        or not 1 <= table.ndim <= 2
-        or type(tokens) is not int
-    ):
+    if type(table) is not Tensor or table.dtype is not torch.int32 or not 1 <= table.ndim <= 2:
         return None
     pages, page_size = key.shape[:2]
     entries = table.shape[-1]
-    if not (
+    if tokens is None:
+        tokens = entries * page_size
+    if type(tokens) is not int or not (
         _is_at(table, where)
         and (table.ndim == 1 or table.shape[0] == batch)
         and (entries <= 1 or table.stride(-1) == 1)
@@ -356,7 +353,8 @@ def _describe_pages(
         tracked,
         where,
     )
-    if described is None or (tokens and not (described[0] and table.data_ptr())):
+    # Without pages no entry names one that exists, and every token is invisible.
+    if described is None or (tokens and not ((described[0] or not pages) and table.data_ptr())):
         return None
     padding = 0
     if segment.first is not None:
