@@ -10,6 +10,7 @@
 namespace kvspeed::python {
 
 constexpr int64_t kIntegerLimit = int64_t{1} << 31;
+constexpr double kFactorLimit = 1e38;
 
 // What Python gives once: the types, and the functions that make the results.
 struct AttentionTypes {
@@ -37,7 +38,7 @@ inline bool read_number(PyObject* o, double low, float& to) {
   if (!PyFloat_CheckExact(o)) return false;
   const double v = PyFloat_AS_DOUBLE(o);
   to = static_cast<float>(v);
-  return v >= low && v <= 3.4028234663852886e38;
+  return v >= low && v <= kFactorLimit;
 }
 
 inline bool read_address(PyObject* o, uintptr_t& to) {

@@ -116,7 +116,7 @@ class AttentionCall {
     g.interleaved = interleaved;
     if (a_[kScale] == Py_None) {
       g.scale = static_cast<float>(std::pow(static_cast<double>(g.head_dim), -0.5));
-    } else if (!read_number(a_[kScale], -3.4028234663852886e38, g.scale)) {
+    } else if (!read_number(a_[kScale], -kFactorLimit, g.scale)) {
       return false;
     }
     const auto optional = [this](AttentionArgument i, int64_t low, int64_t& to) {

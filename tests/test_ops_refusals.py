@@ -122,7 +122,7 @@ def test_concat_offsets_and_start():
         refuse_concat(TypeError, "offsets[1]", "int", offsets=[1, bad])
         refuse_concat(TypeError, "start", "int", start=bad)
     for bad in (2**31 + 1, -(2**31) - 1, 10**30):
-        refuse_concat(ValueError, "offsets[0]", str(bad), offsets=[bad, 1])
+        refuse_concat(ValueError, "offsets[0]", str(bad), "look where the number comes from", offsets=[bad, 1])
     refuse_concat(ValueError, "start", "-1", start=-1)
     refuse_concat(IndexError, "capacity", "out_keys holds 8", "5 tokens", start=4)
     refuse_concat(IndexError, "capacity", start=2**31)

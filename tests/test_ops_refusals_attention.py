@@ -155,16 +155,20 @@ def test_attention_numbers():
             refuse_attention(ValueError, name, "finite", **{name: bad})
     refuse_attention(TypeError, "softcap", softcap=None)
     refuse_attention(ValueError, "softcap", "-1", softcap=-1.0)
+        for bad in (1.01e38, 3e38, -3e38):
+            refuse_attention(ValueError, f"{name} is {bad:g}", "at most 1e+38", "finite", **{name: bad})
+        largest = attention_arguments_with(**{name: 1e38}, query=torch.zeros(2, 4, 3, 16))
+        assert not ops.segment_attention(**largest).isnan().any()
     for name in ("window", "split_tokens"):
         for bad in (True, 1.0, "1", torch.tensor(1)):
             refuse_attention(TypeError, name, "int", **{name: bad, "tail_start": 0})
         for bad in (0, -1):
             refuse_attention(ValueError, name, "None", **{name: bad, "tail_start": 0})
-        refuse_attention(ValueError, name, **{name: 2**31 + 1, "tail_start": 0})
+        refuse_attention(ValueError, name, "at most 2147483648, or None", **{name: 2**31 + 1, "tail_start": 0})
     refuse_attention(ValueError, "window", "tail_start", window=4)
     for bad in (True, 1.0, "1"):
         refuse_attention(TypeError, "tail_start", "int", tail_start=bad)
-    refuse_attention(ValueError, "tail_start", tail_start=2**31 + 1)
+    refuse_attention(ValueError, "tail_start", "look where the number comes from", tail_start=2**31 + 1)
     for bad in (1, None, "yes"):
         refuse_attention(TypeError, "return_lse", "bool", return_lse=bad)
     plain = attention_arguments_with(scale=1.0, softcap=2.0, window=4, tail_start=9, split_tokens=8)

@@ -31,7 +31,7 @@ from kvspeed.segment import Segment, SegmentList
 __all__ = ["covers", "introduce", "run"]
 
 _LIMIT = check.INTEGER_LIMIT
-_FLOAT32_MAX = check.FLOAT32_MAX
+_FACTOR_LIMIT = check.FACTOR_LIMIT
 _Result = Tensor | tuple[Tensor, Tensor]
 
 
@@ -157,9 +157,9 @@ def _prepare(
         scale = head_dim**-0.5
     if (
         type(scale) is not float
-        or not -_FLOAT32_MAX <= scale <= _FLOAT32_MAX
+        or not -_FACTOR_LIMIT <= scale <= _FACTOR_LIMIT
         or type(softcap) is not float
-        or not 0.0 <= softcap <= _FLOAT32_MAX
+        or not 0.0 <= softcap <= _FACTOR_LIMIT
         or type(interleaved) is not bool
         or type(return_lse) is not bool
     ):

@@ -17,7 +17,7 @@ from kvspeed.ops.device import cuda_refusal
 from kvspeed.ops.native import DTYPE_CODES
 
 __all__ = [
-    "FLOAT32_MAX",
+    "FACTOR_LIMIT",
     "INTEGER_LIMIT",
     "boolean",
     "empty_like",
@@ -35,7 +35,8 @@ __all__ = [
 
 # Offsets and positions: below this, float64 angles are still accurate to float32, and int64 sums cannot overflow.
 INTEGER_LIMIT = 2**31
-FLOAT32_MAX = torch.finfo(torch.float32).max
+# Factors of scores, which are kept in base 2: a little more overflows float32.
+FACTOR_LIMIT = 1e38
 _DTYPE_NAMES = "float32, bfloat16 or float16"
 
 
@@ -141,28 +142,38 @@ def empty_like(value: Tensor) -> Tensor:
     return out if out.stride(-1) == 1 else torch.empty_like(value, memory_format=torch.contiguous_format)
 
 
-def integer(name: str, value: Any, low: int = -INTEGER_LIMIT, high: int = INTEGER_LIMIT, low_reason: str = "") -> int:
+def integer(
+    name: str,
+    value: Any,
+    low: int = -INTEGER_LIMIT,
+    high: int = INTEGER_LIMIT,
+    low_reason: str = "",
+    high_reason: str = "",
+) -> int:
     """A Python or numpy integer within [low, high]; bool and tensors are refused."""
     if isinstance(value, (bool, Tensor)) or not hasattr(type(value), "__index__"):
         hint = "; use .item() or .tolist()" if isinstance(value, Tensor) else ""
         raise TypeError(f"{name} must be an int, got {type(value).__name__}{hint}")
     number = operator.index(value)
     if number < low:
-        raise ValueError(f"{name} is {number}; it must be at least {low}{low_reason}")
+        raise ValueError(f"{name} is {number}; it must be at least {low}{low_reason or (beyond if low < 0 else '')}")
     if number > high:
-        raise ValueError(f"{name} is {number}; it must be at most {high}")
+        raise ValueError(f"{name} is {number}; it must be at most {high}{high_reason or beyond}")
     return number
 
 
-def finite(name: str, value: Any, low: float = -FLOAT32_MAX) -> float:
-    """A real number that float32 holds, at least `low`."""
+def finite(name: str, value: Any, low: float = -FACTOR_LIMIT, low_reason: str = "") -> float:
+    """A real number that scores in float32 can be multiplied by, at least `low`."""
     if isinstance(value, (bool, Tensor, str)) or not (hasattr(type(value), "__float__") or hasattr(value, "__index__")):
         raise TypeError(f"{name} must be a float, got {type(value).__name__}")
     number = float(value)
-    if not math.isfinite(number) or abs(number) > FLOAT32_MAX:
-        raise ValueError(f"{name} is {number}; it must be a finite float32 number")
+    if not math.isfinite(number):
+        raise ValueError(f"{name} is {number}; it must be a finite number")
+    if abs(number) > FACTOR_LIMIT:
+        raise ValueError(f"{name} is {number:g}; it must be at most {FACTOR_LIMIT:g} in size, for scores to be finite")
     if number < low:
         raise ValueError(f"{name} is {number}; it must be at least {low:g}")
+    beyond = ": no context is that long, so look where the number comes from"
     return number
 
 
