@@ -154,7 +154,8 @@ class AttentionCall {
       table = kept_table(types_, a_[kSegments], demand_, frequencies_, table_owner_);
     } else {
       own_table_.emplace(demand_);
-      const bool plain = own_table_->read(types_, a_[kSegments]) && own_table_->find_rows(types_, frequencies_, false);
+      const bool plain =
+          own_table_->read(types_, a_[kSegments], false) && own_table_->find_rows(types_, frequencies_, false);
       table = plain ? &*own_table_ : nullptr;
     }
     if (table == nullptr) return false;

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -17,6 +19,7 @@ from op_refusals import (
     refuse_merge,
     set_item,
 )
+from torch.autograd import forward_ad
 
 
 def test_valid_arguments_pass():
@@ -193,3 +196,25 @@ def test_merge(name):
         refuse_merge(TypeError, name, "bfloat16", "float32", **{name: torch.randn(shape).bfloat16()})
     else:
         refuse_merge(ValueError, name, "stride 2", **{name: torch.randn(2, 3, 4, 16)[..., ::2]})
+
+
+def test_transforms():
+    """vmap and jvp give tensors without memory, dual tensors a derivative that would be lost."""
+    out, lse = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 4)
+    concat = concat_arguments()
+
+    def merge(x):
+        return ops.merge_states(out, lse, x, lse)
+
+    def copy(x):
+        return ops.rope_concat(**{**concat, "values": [x, concat["values"][1]]})
+
+    for name, function, x in (("out_b", merge, out), ("values[0]", copy, concat["values"][0])):
+        match = f"{re.escape(name)} is inside a transform of torch.func"
+        with pytest.raises(RuntimeError, match=match):
+            torch.vmap(function)(torch.stack((x, x)))
+        with pytest.raises(RuntimeError, match=match):
+            torch.func.jvp(function, (x,), (x,))
+        with forward_ad.dual_level(), pytest.raises(RuntimeError, match=f"{re.escape(name)} has a tangent"):
+            function(forward_ad.make_dual(x, x))
+    assert (concat["out_values"] == 7).all()

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from kvspeed.ops import checks as check
 from kvspeed.ops import paged
@@ -37,6 +38,8 @@ _Result = Tensor | tuple[Tensor, Tensor]
 
 def run(*arguments: Any) -> _Result:
     """See `kvspeed.ops.segment_attention`; the arguments are the same, all positional."""
+    if forward_ad._current_level >= 0:  # where tensors may have tangents
+        arguments = normalise(*arguments)
     if _reads_tensors:
         result = _fast(arguments)
         if result is not None:
@@ -133,6 +136,7 @@ def _prepare(
         or (gpu is not None and (head_dim not in GPU_HEAD_DIMS or dtype not in GPU_DTYPES))
         or query_stride[3] != 1
         or (tracked and query.requires_grad)
+        or query.is_neg()
         or (not query_pointer and batch * heads * query_tokens)
         or type(tail_key) is not Tensor
         or tail_key.ndim != 4
@@ -297,6 +301,8 @@ def _describe(
         or type(start) is not int
         or not -_LIMIT <= start <= _LIMIT
         or (tracked and (key.requires_grad or value.requires_grad))
+        or key.is_neg()
+        or value.is_neg()
     ):
         return None
     padding = 0
@@ -382,4 +388,5 @@ def _is_vector(value: Tensor, dtype: torch.dtype, size: int | None, tracked: boo
         and (size is None or value.shape[0] == size)
         and value.is_contiguous()
         and not (tracked and value.requires_grad)
+        and not value.is_neg()
     )

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.autograd import forward_ad
 
 from kvspeed.ops.device import cuda_refusal
 from kvspeed.ops.native import DTYPE_CODES
@@ -50,6 +52,11 @@ def tensor(name: str, value: Any, dtype: torch.dtype | None = None, dtype_of: st
         )
     if value.device.type != "cpu":
         _usable_device(name, value.device)
+    if is_functorch_wrapped_tensor(value):
+        raise RuntimeError(
+            f"{name} is inside a transform of torch.func (vmap, jvp and the like), and this op has no rule for those; "
+            "call it outside, with a batch as the tensors' first dimension"
+        )
     given = value.dtype
     if dtype is not None:
         if given != dtype:
@@ -64,6 +71,11 @@ def tensor(name: str, value: Any, dtype: torch.dtype | None = None, dtype_of: st
             f"{name} requires grad, and this op has no backward; call it under torch.no_grad() or "
             "torch.inference_mode(), or give .detach()ed tensors"
         )
+    if forward_ad._current_level >= 0 and _has_tangent(value):
+        raise RuntimeError(
+            f"{name} has a tangent (forward-mode autograd), and this op has no derivative; give the primal of "
+            "torch.autograd.forward_ad.unpack_dual, or call it outside dual_level()"
+        )
     if value.is_neg():
         raise TypeError(f"{name} is a lazily negated view; call .resolve_neg() first")
     if type(value) is Tensor:
@@ -71,6 +83,10 @@ def tensor(name: str, value: Any, dtype: torch.dtype | None = None, dtype_of: st
     if has_own_dispatch(value):
         raise TypeError(f"{name} is a {type(value).__name__} among plain tensors; give tensors of one kind")
     return value.detach().as_subclass(Tensor)
+
+
+def _has_tangent(value: Tensor) -> bool:
+    return torch._C._is_fwd_grad_enabled() and forward_ad.unpack_dual(value).tangent is not None
 
 
 def _usable_device(name: str, device: torch.device) -> None:
@@ -155,6 +171,7 @@ def integer(
         hint = "; use .item() or .tolist()" if isinstance(value, Tensor) else ""
         raise TypeError(f"{name} must be an int, got {type(value).__name__}{hint}")
     number = operator.index(value)
+    beyond = ": no context is that long, so look where the number comes from"
     if number < low:
         raise ValueError(f"{name} is {number}; it must be at least {low}{low_reason or (beyond if low < 0 else '')}")
     if number > high:
@@ -172,8 +189,7 @@ def finite(name: str, value: Any, low: float = -FACTOR_LIMIT, low_reason: str = 
     if abs(number) > FACTOR_LIMIT:
         raise ValueError(f"{name} is {number:g}; it must be at most {FACTOR_LIMIT:g} in size, for scores to be finite")
     if number < low:
-        raise ValueError(f"{name} is {number}; it must be at least {low:g}")
-    beyond = ": no context is that long, so look where the number comes from"
+        raise ValueError(f"{name} is {number}; it must be at least {low:g}{low_reason}")
     return number
 
 
