@@ -386,6 +386,17 @@ def test_malformed_pages_are_refused_on_a_gpu_as_on_the_cpu(spoil, tokens):
     assert messages[0] == messages[1]
 
 
+def test_packets_for_a_pool_without_pages():
+    """The CPU refuses the entries; a GPU, which cannot look, drops the tokens."""
+    key, pool = torch.randn(1, 2, 5, 64), torch.empty(1, 0, 16, 2, 64)
+    options = {"page_table": torch.tensor([0], dtype=torch.int32)}
+    arguments = ([key], [key], [3], frequencies(64), pool, pool.clone())
+    with pytest.raises(IndexError, match=r"page_table\[0\] is 0; out_keys has no pages: give it some"):
+        ops.rope_concat(*arguments, **options)
+    with running("simt"):
+        ops.rope_concat(*arguments, **options)
+
+
 def test_covers_on_the_cpu():
     for head_dim, taken in ((8, True), (12, False), (64, True), (256, True), (264, False), (0, False)):
         assert attention.covers(torch.empty(1, 1, 1, head_dim)) == taken
