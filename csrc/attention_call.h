@@ -116,7 +116,7 @@ class AttentionCall {
     g.interleaved = interleaved;
     if (a_[kScale] == Py_None) {
       g.scale = static_cast<float>(std::pow(static_cast<double>(g.head_dim), -0.5));
-    } else if (!read_number(a_[kScale], -3.4028234663852886e38, g.scale)) {
+    } else if (!read_number(a_[kScale], -kFactorLimit, g.scale)) {
       return false;
     }
     const auto optional = [this](AttentionArgument i, int64_t low, int64_t& to) {
@@ -154,7 +154,8 @@ class AttentionCall {
       table = kept_table(types_, a_[kSegments], demand_, frequencies_, table_owner_);
     } else {
       own_table_.emplace(demand_);
-      const bool plain = own_table_->read(types_, a_[kSegments]) && own_table_->find_rows(types_, frequencies_, false);
+      const bool plain =
+          own_table_->read(types_, a_[kSegments], false) && own_table_->find_rows(types_, frequencies_, false);
       table = plain ? &*own_table_ : nullptr;
     }
     if (table == nullptr) return false;

@@ -306,7 +306,7 @@ bool use_tensors(const py::object& tensor, const py::object& segment, const py::
   t.key = name("key"), t.value = name("value"), t.offset = name("offset"), t.start = name("start");
   t.first = name("first"), t.page_table = name("page_table"), t.length = name("_length");
   t.requires_grad = name("requires_grad"), t.rows = name("rows");
-  t.segments = name("_segments"), t.read = name("_read");
+  t.segments = name("_segments"), t.read = name("_read"), t.is_neg = name("is_neg");
   t.capsule = KVSPEED_TEXT(KVSPEED_MODULE_NAME) " segments";
   return true;
 }

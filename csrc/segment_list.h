@@ -51,8 +51,8 @@ class SegmentTable {
 
   const std::vector<kvspeed_segment>& list() const { return list_; }
 
-  // False where a segment is not plain or does not fit; a Python error may be set.
-  bool read(const AttentionTypes& types, PyObject* given) {
+  // False where a segment is not plain or does not fit; a Python error may be set. `kept`: for more than one call.
+  bool read(const AttentionTypes& types, PyObject* given, bool kept) {
     const bool is_list = PyList_CheckExact(given);
     if (!is_list && !PyTuple_CheckExact(given)) return false;
     const Py_ssize_t count = is_list ? PyList_GET_SIZE(given) : PyTuple_GET_SIZE(given);
@@ -61,6 +61,7 @@ class SegmentTable {
       if (is_list && i >= PyList_GET_SIZE(given)) return false;
       PyObject* o = is_list ? PyList_GET_ITEM(given, i) : PyTuple_GET_ITEM(given, i);
       if (Py_TYPE(o) != types.segment || !read_segment(types, o, list_[static_cast<size_t>(i)])) return false;
+      if (kept && (is_negated(types, field(o, types.key)) || is_negated(types, field(o, types.value)))) return false;
     }
     return true;
   }
@@ -222,7 +223,7 @@ inline const SegmentTable* kept_table(const AttentionTypes& types, PyObject* giv
   owner = nullptr;
   PyObject* segments = PyObject_GetAttr(given, types.segments);
   auto table = std::make_unique<SegmentTable>(demand);
-  const bool plain = segments != nullptr && table->read(types, segments) && table->find_rows(types, f, true);
+  const bool plain = segments != nullptr && table->read(types, segments, true) && table->find_rows(types, f, true);
   Py_XDECREF(segments);
   if (!plain) return nullptr;
   owner = PyCapsule_New(table.get(), kind, [](PyObject* capsule) {

@@ -15,7 +15,7 @@ import weakref
 import pytest
 import reference
 import torch
-from backends import EmulatedGpu, cuda_usable
+from backends import EmulatedGpu, cuda_usable, running
 from kvspeed import _C, ops
 from kvspeed.ops import attention, checks, device
 from kvspeed.segment import Segment
@@ -331,6 +331,70 @@ def test_the_compiled_code_refuses_on_the_cpu_what_only_gpus_read():
     if not _C.build_info()["cuda"]:
         with pytest.raises(RuntimeError, match="not supported by this build"):
             _C.segment_attention(*arguments, 1, 0, (1, 0, 0, 0, 0))
+
+
+def test_the_compiled_code_refuses_numbers_that_overflow(gpu):
+    """Without kvspeed.ops before it: an embedder's view."""
+    case = gpu_case(rows=2, lengths=(), tail=3)
+    results = case.run()  # the arguments point to both
+    given = list(gpu.calls[-1][0])
+    scale, softcap, split_tokens = 14, 15, 21
+    for where, bad in (
+        *((scale, bad) for bad in (3e38, -1.01e38, math.nan, math.inf)),
+        *((softcap, bad) for bad in (3e38, 1.01e38, math.nan, -1.0)),
+        *((split_tokens, bad) for bad in (2**40 + 1, 2**62, 2**63 - 1, -1)),
+    ):
+        wrong = list(given)
+        wrong[where] = bad
+        with pytest.raises(RuntimeError, match="cannot be right"):
+            _C.segment_attention(*wrong, 1, 0, None)
+    for where, good in ((scale, 1e38), (scale, -1e38), (softcap, 1e38), (split_tokens, 2**40)):
+        right = list(given)
+        right[where] = good
+        assert _C.segment_attention(*right, 1, 0, None) == 0
+    assert all(result.numel() for result in results)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda s: {"page_table": [0, 1]},
+        lambda s: {"page_table": s.page_table[0]},
+        lambda s: {"page_table": s.page_table.long()},
+        lambda s: {"page_table": None, "tokens": 3},
+        lambda s: {"page_table": None, "tokens": 3, "key": None},
+        lambda s: {"page_table": None, "tokens": 3, "key": s.key[0, 0, 0], "value": s.key[0, 0, 0]},
+        lambda s: {"key": [1], "value": [1]},
+        lambda s: {"key": None},
+        lambda s: {"key": s.key[0, 0, 0], "value": s.key[0, 0, 0]},
+        lambda s: {"tokens": "3"},
+        lambda s: {"tokens": 33},
+        lambda s: {"key": s.key[..., :32]},
+    ],
+)
+@pytest.mark.parametrize("tokens", [3, None])
+def test_malformed_pages_are_refused_on_a_gpu_as_on_the_cpu(spoil, tokens):
+    key = torch.randn(4, 16, 2, 64).bfloat16()
+    good = Segment(key, key, page_table=torch.tensor([0, 1], dtype=torch.int32), tokens=tokens)
+    fields = {"key": key, "value": key, "page_table": good.page_table, "tokens": tokens, **spoil(good)}
+    case, messages = gpu_case(lengths=()), []
+    case.segments = [Segment(fields.pop("key"), fields.pop("value"), **fields)]
+    for backend in ("cpu", "simt"):
+        with running(backend), pytest.raises((TypeError, ValueError, IndexError), match=r"segments\[0\]") as caught:
+            case.run()
+        messages.append((caught.type, str(caught.value)))
+    assert messages[0] == messages[1]
+
+
+def test_packets_for_a_pool_without_pages():
+    """The CPU refuses the entries; a GPU, which cannot look, drops the tokens."""
+    key, pool = torch.randn(1, 2, 5, 64), torch.empty(1, 0, 16, 2, 64)
+    options = {"page_table": torch.tensor([0], dtype=torch.int32)}
+    arguments = ([key], [key], [3], frequencies(64), pool, pool.clone())
+    with pytest.raises(IndexError, match=r"page_table\[0\] is 0; out_keys has no pages: give it some"):
+        ops.rope_concat(*arguments, **options)
+    with running("simt"):
+        ops.rope_concat(*arguments, **options)
 
 
 def test_covers_on_the_cpu():

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -17,6 +19,7 @@ from op_refusals import (
     refuse_merge,
     set_item,
 )
+from torch.autograd import forward_ad
 
 
 def test_valid_arguments_pass():
@@ -122,7 +125,7 @@ def test_concat_offsets_and_start():
         refuse_concat(TypeError, "offsets[1]", "int", offsets=[1, bad])
         refuse_concat(TypeError, "start", "int", start=bad)
     for bad in (2**31 + 1, -(2**31) - 1, 10**30):
-        refuse_concat(ValueError, "offsets[0]", str(bad), offsets=[bad, 1])
+        refuse_concat(ValueError, "offsets[0]", str(bad), "look where the number comes from", offsets=[bad, 1])
     refuse_concat(ValueError, "start", "-1", start=-1)
     refuse_concat(IndexError, "capacity", "out_keys holds 8", "5 tokens", start=4)
     refuse_concat(IndexError, "capacity", start=2**31)
@@ -193,3 +196,25 @@ def test_merge(name):
         refuse_merge(TypeError, name, "bfloat16", "float32", **{name: torch.randn(shape).bfloat16()})
     else:
         refuse_merge(ValueError, name, "stride 2", **{name: torch.randn(2, 3, 4, 16)[..., ::2]})
+
+
+def test_transforms():
+    """vmap and jvp give tensors without memory, dual tensors a derivative that would be lost."""
+    out, lse = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 4)
+    concat = concat_arguments()
+
+    def merge(x):
+        return ops.merge_states(out, lse, x, lse)
+
+    def copy(x):
+        return ops.rope_concat(**{**concat, "values": [x, concat["values"][1]]})
+
+    for name, function, x in (("out_b", merge, out), ("values[0]", copy, concat["values"][0])):
+        match = f"{re.escape(name)} is inside a transform of torch.func"
+        with pytest.raises(RuntimeError, match=match):
+            torch.vmap(function)(torch.stack((x, x)))
+        with pytest.raises(RuntimeError, match=match):
+            torch.func.jvp(function, (x,), (x,))
+        with forward_ad.dual_level(), pytest.raises(RuntimeError, match=f"{re.escape(name)} has a tangent"):
+            function(forward_ad.make_dual(x, x))
+    assert (concat["out_values"] == 7).all()

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
 import pytest
 import torch
 from kvspeed import ops
-from kvspeed.segment import Segment
+from kvspeed.segment import Segment, SegmentList
 from op_refusals import (
     EIGHT_BITS,
     FLOATS,
@@ -18,6 +19,7 @@ from op_refusals import (
     refuse_attention,
     set_item,
 )
+from torch.autograd import forward_ad
 
 
 def set_segment(field, value, index=1):
@@ -153,18 +155,22 @@ def test_attention_numbers():
             refuse_attention(TypeError, name, "float", **{name: bad})
         for bad in (math.nan, math.inf, -math.inf, 1e39):
             refuse_attention(ValueError, name, "finite", **{name: bad})
+        for bad in (1.01e38, 3e38, -3e38):
+            refuse_attention(ValueError, f"{name} is {bad:g}", "at most 1e+38", "finite", **{name: bad})
+        largest = attention_arguments_with(**{name: 1e38}, query=torch.zeros(2, 4, 3, 16))
+        assert not ops.segment_attention(**largest).isnan().any()
     refuse_attention(TypeError, "softcap", softcap=None)
-    refuse_attention(ValueError, "softcap", "-1", softcap=-1.0)
+    refuse_attention(ValueError, "softcap is -1.0", "0 for no cap", softcap=-1.0)
     for name in ("window", "split_tokens"):
         for bad in (True, 1.0, "1", torch.tensor(1)):
             refuse_attention(TypeError, name, "int", **{name: bad, "tail_start": 0})
         for bad in (0, -1):
             refuse_attention(ValueError, name, "None", **{name: bad, "tail_start": 0})
-        refuse_attention(ValueError, name, **{name: 2**31 + 1, "tail_start": 0})
+        refuse_attention(ValueError, name, "at most 2147483648, or None", **{name: 2**31 + 1, "tail_start": 0})
     refuse_attention(ValueError, "window", "tail_start", window=4)
     for bad in (True, 1.0, "1"):
         refuse_attention(TypeError, "tail_start", "int", tail_start=bad)
-    refuse_attention(ValueError, "tail_start", tail_start=2**31 + 1)
+    refuse_attention(ValueError, "tail_start", "look where the number comes from", tail_start=2**31 + 1)
     for bad in (1, None, "yes"):
         refuse_attention(TypeError, "return_lse", "bool", return_lse=bad)
     plain = attention_arguments_with(scale=1.0, softcap=2.0, window=4, tail_start=9, split_tokens=8)
@@ -182,6 +188,52 @@ def test_attention_sinks():
     refuse_attention(ValueError, "sinks", sinks=torch.zeros(2, 4))
     refuse_attention(RuntimeError, "sinks", "requires grad", sinks=torch.nn.Parameter(torch.zeros(4)))
     refuse_attention(RuntimeError, "sinks", "meta", sinks=torch.zeros(4, device="meta"))
+
+
+def test_attention_negated_views():
+    """Those that torch makes itself; see csrc/argument_reader.h."""
+    views = {
+        "query": torch.randn(2, 4, 3, 16, dtype=torch.complex64).conj().imag,
+        "tail_key": torch.randn(2, 2, 4, 16, dtype=torch.complex64).conj().imag,
+        "sinks": torch.randn(4, dtype=torch.complex64).conj().imag,
+        "inv_freq": torch.randn(8, dtype=torch.complex64).conj().imag,
+    }
+    for name, view in views.items():
+        refuse_attention(TypeError, f"{name} is a lazily negated view", ".resolve_neg()", **{name: view})
+    one = {name: torch.randn(1, 1, 3, 16) for name in ("query", "tail_key", "tail_value")}
+    sinks = torch.randn(1, dtype=torch.complex64).conj().imag
+    refuse_attention(TypeError, "sinks is a lazily negated view", **one, segments=[], sinks=sinks)
+
+
+def test_attention_transforms():
+    """vmap and jvp give tensors without memory, dual tensors a derivative that would be lost."""
+    arguments = attention_arguments()
+    segment = arguments["segments"][1]
+
+    def of(name):
+        return lambda x: ops.segment_attention(**{**arguments, name: x})
+
+    def of_segment(kind):
+        return lambda x: ops.segment_attention(**{**arguments, "segments": kind([Segment(x, segment.value)])})
+
+    for label, function, x in (
+        ("query", of("query"), arguments["query"]),
+        ("tail_value", of("tail_value"), arguments["tail_value"]),
+        ("segments[0].key", of_segment(list), segment.key),
+        ("segments[0].key", of_segment(SegmentList), segment.key),
+    ):
+        match = rf"{re.escape(label)} is inside a transform of torch.func .*call it outside"
+        with pytest.raises(RuntimeError, match=match):
+            torch.vmap(function)(torch.stack((x, x)))
+        with pytest.raises(RuntimeError, match=match):
+            torch.func.jvp(function, (x,), (x,))
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, x)
+            with pytest.raises(RuntimeError, match=rf"{re.escape(label)} has a tangent"):
+                function(dual)
+            with torch.inference_mode():
+                function(dual)
+            function(x)
 
 
 def paged(**changes):

@@ -153,6 +153,23 @@ def test_pages_out_of_range():
             case.run()
 
 
+@pytest.mark.parametrize("rows", [1, 20])
+def test_pools_without_pages(rows):
+    """Every entry is out of range then: as above."""
+    case = Case(lengths=(9,), rows=rows, tail=3)
+    others, pool = case.segments, torch.empty(0, 16, 2, 64, dtype=case.dtype)
+    table = torch.tensor([0, 1], dtype=torch.int32)
+    check(case, [*others, Segment(pool, pool, 3, page_table=table, tokens=0)], others)
+    for given in (table, table.repeat(2, 1)):
+        paged = [*others, Segment(pool, pool, 3, page_table=given, tokens=20)]
+        if is_gpu():
+            check(case, paged, others)
+            continue
+        case.segments = paged
+        with pytest.raises(IndexError, match=r"segments\[1\].page_table\[.*\] is 0; .*has no pages: give it some"):
+            case.run()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 3, 20])
 def test_lengths_of_the_tail_in_memory(rows, dtype):

@@ -197,6 +197,33 @@ def test_gradients_are_refused_as_in_a_list():
             twin.run()
 
 
+@pytest.mark.parametrize("part", ["key", "value"])
+def test_negated_views_are_refused(part):
+    case = Case(lengths=(5, 9))
+    setattr(case.segments[1], part, torch._neg_view(getattr(case.segments[1], part)))
+    twin = prepared(case)
+    for _ in range(2):
+        with pytest.raises(TypeError, match=rf"segments\[1\].{part} is a lazily negated view; call .resolve_neg"):
+            twin.run()
+
+
+def test_parameters_are_plain():
+    case = Case(lengths=(5, 9))
+    given = case.segments[0].key = torch.nn.Parameter(case.segments[0].key)
+    twin = prepared(case)
+    with pytest.raises(RuntimeError, match=r"segments\[0\].key requires grad"):
+        twin.run()
+    with torch.no_grad():
+        expected = twin.run()
+        assert same(expected, case.run())
+        given.data = torch.randn(given.shape).to(given.dtype)
+        assert same(twin.run(), expected)
+        given.data.resize_(1)
+        assert same(twin.run(), expected)
+        assert twin.segments._read is not None or not attention._reads_tensors
+    assert twin.segments[0].key.requires_grad
+
+
 def test_the_second_call_is_checked_too():
     case = Case(batch=2, lengths=(5, 9))
     for segment in case.segments:

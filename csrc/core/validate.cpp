@@ -1,12 +1,15 @@
 // Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
 #include "core/validate.h"
 
+#include <cmath>
+
 namespace kvspeed {
 namespace {
 
 // Positions beyond this are not meant: float64 angles stay exact up to here, and sums of a few cannot overflow.
 constexpr int64_t kMaxPosition = int64_t{1} << 52;
 constexpr int64_t kMaxSize = int64_t{1} << 40;
+constexpr float kMaxFactor = 1e38f;  // of scores, which are kept in base 2: a little more overflows float32
 
 bool is_dtype(kvspeed_dtype d) { return d == KVSPEED_FLOAT32 || d == KVSPEED_BFLOAT16 || d == KVSPEED_FLOAT16; }
 bool is_storage(kvspeed_storage s) {
@@ -37,8 +40,8 @@ kvspeed_status check_pages(const kvspeed_rope_concat_args& g, int64_t end, kvspe
 
 kvspeed_status check_segment(const kvspeed_segment& s, const kvspeed_segment_attention_args& g, kvspeed_device device) {
   if (!is_size(s.tokens) || !is_position(s.offset) || !is_position(s.start)) return KVSPEED_INVALID_ARGUMENT;
-  if (s.tokens > 0 && g.batch > 0 && g.heads > 0 && (s.key == nullptr || s.value == nullptr))
-    return KVSPEED_INVALID_ARGUMENT;
+  const bool readable = s.tokens > 0 && g.batch > 0 && g.heads > 0 && (s.page_table == nullptr || s.pages != 0);
+  if (readable && (s.key == nullptr || s.value == nullptr)) return KVSPEED_INVALID_ARGUMENT;
   if (s.offset != 0 && g.rotary_dim > 0 && g.inv_freq == nullptr && !s.rope) return KVSPEED_INVALID_ARGUMENT;
   if (s.page_table == nullptr) return KVSPEED_OK;
   if (device == KVSPEED_CPU) return KVSPEED_UNSUPPORTED;  // the CPU kernels would take a page for a row of the batch
@@ -85,13 +88,15 @@ kvspeed_status validate(const kvspeed_segment_attention_args* args, kvspeed_devi
   if (device == KVSPEED_CPU && g.tail_tokens != nullptr) return KVSPEED_UNSUPPORTED;
   if (!is_dtype(g.dtype)) return KVSPEED_UNSUPPORTED;
   if (!is_size(g.batch) || !is_size(g.heads) || !is_size(g.heads_kv) || !is_size(g.query_tokens) ||
-      !is_size(g.num_segments) || g.window < 0 || g.window > kMaxPosition || g.split_tokens < 0) {
+      !is_size(g.num_segments) || g.window < 0 || g.window > kMaxPosition || !is_size(g.split_tokens)) {
     return KVSPEED_INVALID_ARGUMENT;
   }
   if (g.head_dim <= 0 || g.head_dim > 256 || g.head_dim % 8 != 0) return KVSPEED_UNSUPPORTED;
   if (!is_rotary(g.rotary_dim, g.head_dim)) return KVSPEED_INVALID_ARGUMENT;
   if (g.heads > 0 && (g.heads_kv == 0 || g.heads % g.heads_kv != 0)) return KVSPEED_INVALID_ARGUMENT;
-  if (!(g.softcap >= 0)) return KVSPEED_INVALID_ARGUMENT;
+  if (!(std::fabs(g.scale) <= kMaxFactor) || !(g.softcap >= 0 && g.softcap <= kMaxFactor)) {
+    return KVSPEED_INVALID_ARGUMENT;
+  }
   if (g.num_segments > 0 && g.segments == nullptr) return KVSPEED_INVALID_ARGUMENT;
   int64_t rows, tokens = g.tail.tokens;
   if (__builtin_mul_overflow(g.batch, g.heads, &rows) || __builtin_mul_overflow(rows, g.query_tokens, &rows) ||

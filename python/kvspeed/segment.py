@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, overload
 
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
 
 __all__ = ["Segment", "SegmentList"]
 
@@ -136,7 +138,9 @@ def _copy(segment: Segment) -> Segment:
 
 def _alias(tensor: Any) -> Any:
     """Another tensor over the same memory, which only its owner can turn to other memory; what is not plain stays."""
-    if type(tensor) is not Tensor:
+    if type(tensor) not in (Tensor, Parameter):
         return tensor
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+        return tensor  # for the op to refuse
     alias = tensor.detach()
     return alias.requires_grad_() if tensor.requires_grad else alias

@@ -171,7 +171,7 @@ typedef struct kvspeed_segment_attention_args {
   const int32_t* tail_tokens;
 
   float scale;         // scores are scale * (q . k), then softcap * tanh(score / softcap) where softcap > 0
-  float softcap;       // 0: none
+  float softcap;       // 0: none; neither it nor |scale| may exceed 1e38
   int64_t window;      // 0: none. W: a query at p sees a key at m when p - W < m <= p
   const float* sinks;  // [heads] or NULL: one logit a head that joins the denominator and the LSE
 
@@ -179,9 +179,9 @@ typedef struct kvspeed_segment_attention_args {
   int64_t out_stride[3];  // batch, head, token
   float* lse;             // [batch, heads, query_tokens] contiguous, natural log, or NULL
 
-  // Tokens a split covers; 0 lets the library choose. Where it is given, and on the CPU always, splits depend on
-  // lengths, positions and window alone, never on batch or threads, so a row's result is the same bits alone and in a
-  // batch. On CUDA the library's own choice also looks at the batch, the heads and the device's number of
+  // Tokens a split covers, at most 2^40; 0 lets the library choose. Where it is given, and on the CPU always, splits
+  // depend on lengths, positions and window alone, never on batch or threads, so a row's result is the same bits alone
+  // and in a batch. On CUDA the library's own choice also looks at the batch, the heads and the device's number of
   // multiprocessors: the same row may then differ in its last bits.
   int64_t split_tokens;
 } kvspeed_segment_attention_args;

@@ -185,11 +185,11 @@ def segment_attention(
 
 def _pages(segments: Sequence[Segment]) -> tuple[list[Tensor | None] | None, list[int] | None]:
     """The segments' page tables and lengths, as the library takes them."""
-    if all(segment.page_table is None for segment in segments):
+    if all(segment.page_table is None and segment._length is None for segment in segments):
         return None, None
     return (
         [segment.page_table for segment in segments],
-        [-1 if segment.page_table is None else segment.tokens for segment in segments],
+        [-1 if segment._length is None else segment._length for segment in segments],
     )
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from kvspeed.ops import checks as check
 from kvspeed.ops import paged
@@ -31,12 +32,14 @@ from kvspeed.segment import Segment, SegmentList
 __all__ = ["covers", "introduce", "run"]
 
 _LIMIT = check.INTEGER_LIMIT
-_FLOAT32_MAX = check.FLOAT32_MAX
+_FACTOR_LIMIT = check.FACTOR_LIMIT
 _Result = Tensor | tuple[Tensor, Tensor]
 
 
 def run(*arguments: Any) -> _Result:
     """See `kvspeed.ops.segment_attention`; the arguments are the same, all positional."""
+    if forward_ad._current_level >= 0:  # where tensors may have tangents
+        arguments = normalise(*arguments)
     if _reads_tensors:
         result = _fast(arguments)
         if result is not None:
@@ -133,6 +136,7 @@ def _prepare(
         or (gpu is not None and (head_dim not in GPU_HEAD_DIMS or dtype not in GPU_DTYPES))
         or query_stride[3] != 1
         or (tracked and query.requires_grad)
+        or query.is_neg()
         or (not query_pointer and batch * heads * query_tokens)
         or type(tail_key) is not Tensor
         or tail_key.ndim != 4
@@ -157,9 +161,9 @@ def _prepare(
         scale = head_dim**-0.5
     if (
         type(scale) is not float
-        or not -_FLOAT32_MAX <= scale <= _FLOAT32_MAX
+        or not -_FACTOR_LIMIT <= scale <= _FACTOR_LIMIT
         or type(softcap) is not float
-        or not 0.0 <= softcap <= _FLOAT32_MAX
+        or not 0.0 <= softcap <= _FACTOR_LIMIT
         or type(interleaved) is not bool
         or type(return_lse) is not bool
     ):
@@ -297,6 +301,8 @@ def _describe(
         or type(start) is not int
         or not -_LIMIT <= start <= _LIMIT
         or (tracked and (key.requires_grad or value.requires_grad))
+        or key.is_neg()
+        or value.is_neg()
     ):
         return None
     padding = 0
@@ -324,20 +330,17 @@ def _describe_pages(
     segment: Segment, dtype: torch.dtype, sizes: tuple[int, int, int], tracked: bool, where: int
 ) -> tuple[int, ...] | None:
     """A paged segment as the compiled code takes it, its rotation row still missing; None where it is not plain."""
-    key, value, table, tokens = segment.key, segment.value, segment.page_table, segment.tokens
+    key, value, table, tokens = segment.key, segment.value, segment.page_table, segment._length
     batch, heads_kv, head_dim = sizes
     if type(key) is not Tensor or type(value) is not Tensor or key.ndim != 4 or value.shape != key.shape:
         return None
-    if (
-        type(table) is not Tensor
-        or table.dtype is not torch.int32
-        or not 1 <= table.ndim <= 2
-        or type(tokens) is not int
-    ):
+    if type(table) is not Tensor or table.dtype is not torch.int32 or not 1 <= table.ndim <= 2:
         return None
     pages, page_size = key.shape[:2]
     entries = table.shape[-1]
-    if not (
+    if tokens is None:
+        tokens = entries * page_size
+    if type(tokens) is not int or not (
         _is_at(table, where)
         and (table.ndim == 1 or table.shape[0] == batch)
         and (entries <= 1 or table.stride(-1) == 1)
@@ -356,7 +359,8 @@ def _describe_pages(
         tracked,
         where,
     )
-    if described is None or (tokens and not (described[0] and table.data_ptr())):
+    # Without pages no entry names one that exists, and every token is invisible.
+    if described is None or (tokens and not ((described[0] or not pages) and table.data_ptr())):
         return None
     padding = 0
     if segment.first is not None:
@@ -384,4 +388,5 @@ def _is_vector(value: Tensor, dtype: torch.dtype, size: int | None, tracked: boo
         and (size is None or value.shape[0] == size)
         and value.is_contiguous()
         and not (tracked and value.requires_grad)
+        and not value.is_neg()
     )

@@ -101,16 +101,18 @@ def normalise(
                 )
 
     if window is not None:
-        window = check.integer("window", window, 1, low_reason=" (a query counts itself), or None for no window")
+        none = ", or None for no window"
+        window = check.integer("window", window, 1, low_reason=f" (a query counts itself){none}", high_reason=none)
         if tail_start is None:
             raise ValueError("window is given without tail_start; give the position of the tail's token 0")
     if tail_start is not None:
         tail_start = check.integer("tail_start", tail_start, -_LIMIT)
     if split_tokens is not None:
-        split_tokens = check.integer("split_tokens", split_tokens, 1, low_reason=", or None to let the library choose")
+        none = ", or None to let the library choose"
+        split_tokens = check.integer("split_tokens", split_tokens, 1, low_reason=none, high_reason=none)
     if scale is not None:
         scale = check.finite("scale", scale)
-    softcap = check.finite("softcap", softcap, 0.0)
+    softcap = check.finite("softcap", softcap, 0.0, low_reason=", and 0 for no cap")
     check.boolean("interleaved", interleaved)
     check.boolean("return_lse", return_lse)
     if sinks is not None:

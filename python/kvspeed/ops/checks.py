@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.autograd import forward_ad
 
 from kvspeed.ops.device import cuda_refusal
 from kvspeed.ops.native import DTYPE_CODES
 
 __all__ = [
-    "FLOAT32_MAX",
+    "FACTOR_LIMIT",
     "INTEGER_LIMIT",
     "boolean",
     "empty_like",
@@ -35,7 +37,8 @@ __all__ = [
 
 # Offsets and positions: below this, float64 angles are still accurate to float32, and int64 sums cannot overflow.
 INTEGER_LIMIT = 2**31
-FLOAT32_MAX = torch.finfo(torch.float32).max
+# Factors of scores, which are kept in base 2: a little more overflows float32.
+FACTOR_LIMIT = 1e38
 _DTYPE_NAMES = "float32, bfloat16 or float16"
 
 
@@ -49,6 +52,11 @@ def tensor(name: str, value: Any, dtype: torch.dtype | None = None, dtype_of: st
         )
     if value.device.type != "cpu":
         _usable_device(name, value.device)
+    if is_functorch_wrapped_tensor(value):
+        raise RuntimeError(
+            f"{name} is inside a transform of torch.func (vmap, jvp and the like), and this op has no rule for those; "
+            "call it outside, with a batch as the tensors' first dimension"
+        )
     given = value.dtype
     if dtype is not None:
         if given != dtype:
@@ -63,6 +71,11 @@ def tensor(name: str, value: Any, dtype: torch.dtype | None = None, dtype_of: st
             f"{name} requires grad, and this op has no backward; call it under torch.no_grad() or "
             "torch.inference_mode(), or give .detach()ed tensors"
         )
+    if forward_ad._current_level >= 0 and _has_tangent(value):
+        raise RuntimeError(
+            f"{name} has a tangent (forward-mode autograd), and this op has no derivative; give the primal of "
+            "torch.autograd.forward_ad.unpack_dual, or call it outside dual_level()"
+        )
     if value.is_neg():
         raise TypeError(f"{name} is a lazily negated view; call .resolve_neg() first")
     if type(value) is Tensor:
@@ -70,6 +83,10 @@ def tensor(name: str, value: Any, dtype: torch.dtype | None = None, dtype_of: st
     if has_own_dispatch(value):
         raise TypeError(f"{name} is a {type(value).__name__} among plain tensors; give tensors of one kind")
     return value.detach().as_subclass(Tensor)
+
+
+def _has_tangent(value: Tensor) -> bool:
+    return torch._C._is_fwd_grad_enabled() and forward_ad.unpack_dual(value).tangent is not None
 
 
 def _usable_device(name: str, device: torch.device) -> None:
@@ -141,28 +158,38 @@ def empty_like(value: Tensor) -> Tensor:
     return out if out.stride(-1) == 1 else torch.empty_like(value, memory_format=torch.contiguous_format)
 
 
-def integer(name: str, value: Any, low: int = -INTEGER_LIMIT, high: int = INTEGER_LIMIT, low_reason: str = "") -> int:
+def integer(
+    name: str,
+    value: Any,
+    low: int = -INTEGER_LIMIT,
+    high: int = INTEGER_LIMIT,
+    low_reason: str = "",
+    high_reason: str = "",
+) -> int:
     """A Python or numpy integer within [low, high]; bool and tensors are refused."""
     if isinstance(value, (bool, Tensor)) or not hasattr(type(value), "__index__"):
         hint = "; use .item() or .tolist()" if isinstance(value, Tensor) else ""
         raise TypeError(f"{name} must be an int, got {type(value).__name__}{hint}")
     number = operator.index(value)
+    beyond = ": no context is that long, so look where the number comes from"
     if number < low:
-        raise ValueError(f"{name} is {number}; it must be at least {low}{low_reason}")
+        raise ValueError(f"{name} is {number}; it must be at least {low}{low_reason or (beyond if low < 0 else '')}")
     if number > high:
-        raise ValueError(f"{name} is {number}; it must be at most {high}")
+        raise ValueError(f"{name} is {number}; it must be at most {high}{high_reason or beyond}")
     return number
 
 
-def finite(name: str, value: Any, low: float = -FLOAT32_MAX) -> float:
-    """A real number that float32 holds, at least `low`."""
+def finite(name: str, value: Any, low: float = -FACTOR_LIMIT, low_reason: str = "") -> float:
+    """A real number that scores in float32 can be multiplied by, at least `low`."""
     if isinstance(value, (bool, Tensor, str)) or not (hasattr(type(value), "__float__") or hasattr(value, "__index__")):
         raise TypeError(f"{name} must be a float, got {type(value).__name__}")
     number = float(value)
-    if not math.isfinite(number) or abs(number) > FLOAT32_MAX:
-        raise ValueError(f"{name} is {number}; it must be a finite float32 number")
+    if not math.isfinite(number):
+        raise ValueError(f"{name} is {number}; it must be a finite number")
+    if abs(number) > FACTOR_LIMIT:
+        raise ValueError(f"{name} is {number:g}; it must be at most {FACTOR_LIMIT:g} in size, for scores to be finite")
     if number < low:
-        raise ValueError(f"{name} is {number}; it must be at least {low:g}")
+        raise ValueError(f"{name} is {number}; it must be at least {low:g}{low_reason}")
     return number
 
 

@@ -68,7 +68,7 @@ def run(
             page_table = _used_pages(page_table, start, total, page_size, pages)
         else:  # the host does not look: the kernel drops tokens of pages that are out of range
             page_table = page_table.contiguous()
-    if total == 0 or layers == 0 or heads == 0:
+    if total == 0 or not out_keys.numel():
         return
 
     inv_freq = host_frequencies(inv_freq)  # under this name it lives as long as the call
@@ -241,7 +241,8 @@ def _used_pages(page_table: Tensor, start: int, total: int, page_size: int, page
     seen: dict[int, int] = {}
     for index, page in enumerate(used.tolist(), first):
         if not 0 <= page < pages:
-            raise IndexError(f"page_table[{index}] is {page}; out_keys has pages 0 to {pages - 1}")
+            has = f"pages 0 to {pages - 1}" if pages else "no pages: give it some"
+            raise IndexError(f"page_table[{index}] is {page}; out_keys has {has}")
         if page in seen:
             raise ValueError(
                 f"page_table[{index}] and page_table[{seen[page]}] are both {page}; pages that are written must differ"

@@ -126,9 +126,9 @@ def _check_entries(name: str, segment: Segment) -> None:
     wrong = ((used < 0) | (used >= pages)).nonzero()
     if wrong.numel():
         where = tuple(wrong[0].tolist())
+        has = f"pages 0 to {pages - 1}" if pages else "no pages: give it some, or tokens=0"
         raise IndexError(
-            f"{name}[{', '.join(map(str, where))}] is {int(used[where])}; {name.partition('.')[0]}.key has pages 0 to "
-            f"{pages - 1}"
+            f"{name}[{', '.join(map(str, where))}] is {int(used[where])}; {name.partition('.')[0]}.key has {has}"
         )
 
 
