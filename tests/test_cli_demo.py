@@ -107,12 +107,29 @@ def test_table_is_as_wide_as_columns_says(tmp_path, short_documents, monkeypatch
         assert sum(line.endswith((" 0 of 1", " 1 of 1")) for line in lines) == len(METHODS)
 
 
+def test_a_trained_adapter_is_used_and_named_so(tmp_path, short_documents):
+    from kvspeed.packet import PacketAdapter
+    from transformers import AutoModelForCausalLM
+
+    model = save_model(tmp_path / "tiny")
+    file = tmp_path / "soft.safetensors"
+    PacketAdapter.for_model(AutoModelForCausalLM.from_pretrained(model), 3, 2, seed=8).save(file)
+    report = report_of("--model", model, "--adapter", file, "--questions", 1, "--max-new-tokens", 2)
+    rows = {row["method"]: row for row in report["rows"]}
+    assert rows["packets"]["prompt_tokens"] == rows["full recompute"]["prompt_tokens"] + 2 * 5
+    assert report["adapter_trained"] and "was trained for this model" in report["untrained"]
+    result = run("demo", "--model", model, "--adapter", file, "--questions", 1, "--max-new-tokens", 2)
+    assert "untrained adapter" not in result.stdout and "The adapter is trained" in result.stdout
+
+
 def test_refusals(tmp_path, short_documents):
     model = save_model(tmp_path / "tiny")
     for k in (0, 6, -2):
         message = refused(run("demo", "--model", model, "--questions", 1, "--k", k))
         assert f"--k: is {k} and the model has 5 layers; give 1 to 5" in message
     assert "--questions" in refused(run("demo", "--model", model, "--questions", 4))
+    assert "give --model with it" in refused(run("demo", "--adapter", model / "config.json"))
+    assert "is not a file" in refused(run("demo", "--model", model, "--adapter", model))
     for wrong in (["--questions", 0], ["--k", "x"], ["--max-new-tokens", 0]):
         assert run("demo", *wrong).exit_code == 2
     small = save_model(tmp_path / "small", max_position_embeddings=64)
@@ -120,7 +137,7 @@ def test_refusals(tmp_path, short_documents):
 
 
 def test_on_the_real_model(smollm2_dir):
-    report = report_of("--questions", 1)
+    report = report_of("--model", "smollm2", "--questions", 1)
     assert (report["model"], report["layers"], report["k"]) == ("SmolLM2-135M-Instruct", 30, 24)
     assert 1800 <= sum(entry["tokens"] for entry in report["documents"]) <= 2600
     full, concat, packets, speed, both = report["rows"]
@@ -131,3 +148,14 @@ def test_on_the_real_model(smollm2_dir):
     assert concat["kv_ratio"] == pytest.approx(1, abs=0.02) and concat["flops_ratio"] <= 0.06
     assert packets["kv_ratio"] <= 1.08 and both["kv_ratio"] <= 0.88 and both["flops_ratio"] <= 0.06
     assert concat["ttft_ratio"] < 0.5 and packets["ttft_ratio"] < 0.5 and both["ttft_ratio"] < 0.5
+
+
+def test_on_the_testbed(smollm2_dir):
+    """The default: invented people, a tuned model, a trained adapter."""
+    report = report_of("--questions", 2)
+    assert (report["model"], report["layers"], report["adapter_trained"]) == ("kvspeed-testbed", 30, True)
+    assert len(report["documents"]) == 6 and len({one["name"] for one in report["documents"]}) == 6
+    full, concat, packets, _, _ = report["rows"]
+    soft = 6 * 16
+    assert packets["prompt_tokens"] == concat["prompt_tokens"] + soft == full["prompt_tokens"] + soft
+    assert packets["flops_ratio"] < 0.25 and packets["ttft_ratio"] < 0.8

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import platform
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,7 +15,6 @@ from kvspeed.cli.common import (
     DType,
     Fault,
     MaxNewTokens,
-    ModelName,
     check_depth,
     counted,
     guarded,
@@ -24,18 +24,39 @@ from kvspeed.cli.common import (
 )
 
 if TYPE_CHECKING:
+    from kvspeed.data import Document, Question
     from kvspeed.eval.compare import Comparison, MethodResult
+    from kvspeed.packet import PacketAdapter
 
+TRAINED = (
+    "The packet adapter (8 + 8 soft tokens) was trained for this model; the SPEED weights (the model's own) are not: "
+    "times, bytes and FLOPs of SPEED are what they will be, answers are not."
+)
 UNTRAINED = (
     "The packet adapters (8 + 8 soft tokens, drawn from the statistics of the embeddings) and the SPEED weights (the "
     "model's own) are untrained so far: times, bytes and FLOPs are what they will be, answers are not."
 )
-_ABOVE = "Adapters and SPEED weights are untrained: those rows are timed, not judged."
+_ABOVE = {
+    True: "The adapter is trained, the SPEED weights are not: rows with SPEED are timed, not judged.",
+    False: "Adapters and SPEED weights are untrained: those rows are timed, not judged.",
+}
+_PEOPLE = 6  # documents of the testbed's demo; its adapter was trained on 2 to 7
 
 
 @guarded
 def demo(
-    model: ModelName = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            help="A folder with a transformers model, a hub id, or smollm2, asked about texts that ship with kvspeed. "
+            "Default: the testbed, SmolLM2 tuned to short questions, asked about invented people.",
+            show_default=False,
+        ),
+    ] = None,
+    adapter: Annotated[
+        Path | None, typer.Option("--adapter", help="Trained soft tokens for --model (kvspeed train-adapter).")
+    ] = None,
     k: Annotated[
         int | None,
         typer.Option("--k", help="SPEED depth: layers that compute the prompt. Default: 24 of 30, or 4 of 5 layers."),
@@ -50,28 +71,55 @@ def demo(
     from kvspeed import data
     from kvspeed.eval.compare import METHODS, Comparison
 
-    asked = data.questions()
+    if adapter is not None and model is None:
+        raise Fault("--adapter: the testbed has its own; give --model with it")
+    if adapter is not None and not adapter.is_file():
+        raise Fault(f"--adapter: {adapter} is not a file; give what PacketAdapter.save wrote")
+    documents, asked = _invented() if model in (None, "testbed") else (data.documents(), data.questions())
     if questions > len(asked):
         raise Fault(f"--questions: {questions} asked for, {len(asked)} ship with kvspeed")
     asked = asked[:questions]
-    network, tokenizer, name = load_model(model, dtype)
+    network, tokenizer, name = load_model(model or "testbed", dtype)
     check_depth(k, network)
     layers = network.config.num_hidden_layers
     depth = k if k is not None else max(1, round(0.8 * layers))
-    documents = data.documents()
-    comparison = Comparison(network, tokenizer, documents, k=depth, max_new_tokens=max_new_tokens)
+    soft = _trained(network, model, adapter)
+    comparison = Comparison(network, tokenizer, documents, k=depth, adapter=soft, max_new_tokens=max_new_tokens)
     with progress("packing documents", 3 * len(documents)) as advance:
         comparison.pack(advance)
     with progress("asking", len(METHODS) * len(asked)) as advance:
         results = comparison.ask(asked, advance)
-    report = _report(name, comparison, asked, results)
+    report = _report(name, comparison, asked, results, soft is not None)
     if as_json:
         print(json.dumps(report, indent=2))
     else:
         _print_table(report)
 
 
-def _report(name: str, comparison: Comparison, asked: list[Any], results: list[MethodResult]) -> dict[str, Any]:
+def _invented() -> tuple[list[Document], list[Question]]:
+    """Biographies of invented people that no training saw, and ten questions about them."""
+    from kvspeed.data import Document, Question
+    from kvspeed.eval.tasks import biography
+
+    samples = biography(10, seed=7, split="test", documents=_PEOPLE, questions_per_context=10)
+    documents = [Document(" ".join(text.split()[:2]), text) for text in samples[0].documents]
+    return documents, [Question(documents[one.gold[0]].name, one.question, one.answers) for one in samples]
+
+
+def _trained(network: Any, model: str | None, adapter: Path | None) -> PacketAdapter | None:
+    """The testbed's adapter or the one that was given."""
+    from kvspeed.packet import PacketAdapter
+
+    if adapter is None and model in (None, "testbed"):
+        from kvspeed.testbed import testbed_folder
+
+        adapter = testbed_folder() / "adapter.safetensors"
+    return PacketAdapter.load(adapter, network) if adapter is not None else None
+
+
+def _report(
+    name: str, comparison: Comparison, asked: list[Any], results: list[MethodResult], trained: bool
+) -> dict[str, Any]:
     import torch
     import transformers
 
@@ -84,7 +132,8 @@ def _report(name: str, comparison: Comparison, asked: list[Any], results: list[M
         "dtype": str(comparison.model.dtype).removeprefix("torch."),
         "layers": layers,
         "k": comparison.k or layers,
-        "untrained": UNTRAINED,
+        "untrained": TRAINED if trained else UNTRAINED,
+        "adapter_trained": trained,
         "documents": [
             {"name": document.name, "tokens": len(packet.token_ids)}
             for document, packet in zip(comparison.documents, plain, strict=True)
@@ -119,14 +168,14 @@ def _print_table(report: dict[str, Any]) -> None:
     )
     for number, question in enumerate(report["questions"], 1):
         console.print(f"  {number}. {escape(question['question'])} [dim]({escape(question['accepted'][0])})[/dim]")
-    console.print(f"[bold]{_ABOVE}[/bold]")
+    console.print(f"[bold]{_ABOVE[report['adapter_trained']]}[/bold]")
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
     table.add_column("method")
     for title in ("TTFT", "per token", "KV", "FLOPs", "right"):
         table.add_column(title, justify="right", no_wrap=True)
     for row in report["rows"]:
         table.add_row(
-            _title(row),
+            _title(row, report),
             _with_ratio(_seconds(row["ttft_s"]), row["ttft_ratio"]),
             _with_ratio(_seconds(row["time_per_token_s"]), row["time_per_token_ratio"]),
             _with_ratio(f"{row['kv_bytes'] / 2**20:.1f} MiB", row["kv_ratio"]),
@@ -136,7 +185,7 @@ def _print_table(report: dict[str, Any]) -> None:
     console.print(table)
     marks = ("✗", "✓") if console.encoding.startswith("utf") else ("wrong", "right")
     for row in report["rows"]:
-        console.print(f"[bold]{_title(row)}[/bold]")
+        console.print(f"[bold]{_title(row, report)}[/bold]")
         for number, (answer, correct) in enumerate(zip(row["answers"], row["correct"], strict=True), 1):
             mark = f"[{'green' if correct else 'red'}]{marks[correct]}[/]"
             console.print(f"  {number} {mark} {escape(answer) or '(nothing)'}")
@@ -147,8 +196,10 @@ def _print_table(report: dict[str, Any]) -> None:
     )
 
 
-def _title(row: dict[str, Any]) -> str:
+def _title(row: dict[str, Any], report: dict[str, Any]) -> str:
     """The method's name for people, who shall not take random soft tokens for trained ones."""
+    if report["adapter_trained"]:
+        return str(row["method"])
     return str(row["method"]).replace("packets", "packets (untrained adapter)")
 
 

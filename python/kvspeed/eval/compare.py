@@ -77,8 +77,9 @@ class Comparison:
         tokenizer: its tokenizer.
         documents: what the prompt holds.
         k: SPEED depth, 1 .. L.
-        header: soft tokens before each document in the packets with adapters; untrained, from embedding statistics.
-        trailer: soft tokens after it.
+        adapter: trained soft tokens; None: untrained ones, from embedding statistics.
+        header: untrained soft tokens before each document.
+        trailer: the same after it.
         max_new_tokens: the most tokens of an answer.
 
     Raises:
@@ -92,6 +93,7 @@ class Comparison:
         documents: Sequence[Document],
         *,
         k: int,
+        adapter: PacketAdapter | None = None,
         header: int = 8,
         trailer: int = 8,
         max_new_tokens: int = 24,
@@ -101,7 +103,9 @@ class Comparison:
         self.model, self.tokenizer, self.documents = model, tokenizer, list(documents)
         self.k: int | None = k if k < len(base_model(model).layers) else None  # type: ignore[arg-type]
         self.max_new_tokens = max_new_tokens
-        self.adapter = PacketAdapter.for_model(model, header=header, trailer=trailer)
+        if adapter is None:
+            adapter = PacketAdapter.for_model(model, header=header, trailer=trailer)
+        self.adapter = adapter
         self.shape = ModelShape.of(model)
         self.packets: dict[str, list[Packet]] = {}
         self.build_s: dict[str, float] = {}
