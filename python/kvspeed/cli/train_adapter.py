@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvspeed.cli.common import Debug, DType, Fault, ModelName, check_depth, guarded, load_model, stderr, stdout
+from kvspeed.cli.common import Debug, Device, DType, Fault, ModelName, check_depth, guarded, load_model, stderr, stdout
 
 if TYPE_CHECKING:
     from kvspeed.packet import PacketAdapter
@@ -88,6 +88,7 @@ def train_adapter(
     ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
     dtype: DType = None,
+    device: Device = None,
     debug: Debug = False,
 ) -> None:
     """Train packet adapters: soft tokens that make packets answer as the model does with all documents before it.
@@ -106,7 +107,7 @@ def train_adapter(
         raise Fault(f"--out: {out} is a file; give a folder")
     given = _samples(samples or [], tasks, contexts, seed)
     held: Any = _read(dev_samples, "--dev-samples") if dev_samples is not None else dev
-    network, tokenizer, name = load_model(model, dtype)
+    network, tokenizer, name = load_model(model, dtype, device)
     check_depth(k, network)
     soft = _adapter(network, adapter, header, trailer, seed)
     if init == "preamble" and adapter is None:
