@@ -7,11 +7,13 @@ import functools
 import os
 import random
 import signal
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from kvspeed.packet import PacketAdapter
 from kvspeed.packet.store import PacketStore
 from packet_tools import random_text, tiny_tokenizer
@@ -69,6 +71,7 @@ def start_child(action: Callable[[], Any]) -> int:
     if pid == 0:
         code = 1
         try:
+            torch.set_num_threads(1)  # the parent's OpenMP threads did not come along, and a child would wait for them
             action()
             code = 0
         except BaseException:
@@ -78,8 +81,15 @@ def start_child(action: Callable[[], Any]) -> int:
     return pid
 
 
-def wait_for(pid: int) -> int:
-    status = os.waitpid(pid, 0)[1]
+def wait_for(pid: int, seconds: float = 300) -> int:
+    end = time.monotonic() + seconds
+    while not (found := os.waitpid(pid, os.WNOHANG))[0]:
+        if time.monotonic() > end:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise AssertionError(f"a child process was still running after {seconds:.0f} s")
+        time.sleep(0.001)
+    status = found[1]
     return -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
 
 
