@@ -8,15 +8,28 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from kvspeed.eval.tasks.names import rng_of
+from kvspeed.eval.tasks.names import check_split, rng_of
 from kvspeed.samples import Sample
 
-__all__ = ["HINT", "STEPS", "drawn", "hub_entries", "text_of", "texts_of", "wanted_file"]
+__all__ = ["HINT", "STEPS", "drawn", "entries_of", "text_of", "texts_of"]
+
+_HUB_SPLIT = {"train": "train", "dev": "validation", "test": "validation"}
 
 HINT = " Answer with a few words."
 STEPS = " Think in short steps, then write 'Answer:' and the answer in a few words."
 
 Place = tuple[str, dict[str, Any]]  # where an entry stands, for messages; the entry
+
+
+def entries_of(path: str | None, name: str | None, config: str | None, split: str) -> Iterator[Place]:
+    """Entries of the dataset's own file, or of a dataset's split in the `datasets` library.
+
+    Raises:
+        ImportError, OSError, ValueError: as `wanted_file`, `file_entries` and `hub_entries`.
+    """
+    file = wanted_file(path, name)
+    check_split(split)
+    return file_entries(file) if file is not None else hub_entries(str(name), config, _HUB_SPLIT[split])
 
 
 def wanted_file(path: str | None, name: str | None) -> Path | None:

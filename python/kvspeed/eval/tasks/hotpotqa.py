@@ -11,13 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 from kvspeed.eval.tasks.biography import check_count
-from kvspeed.eval.tasks.files import HINT, STEPS, drawn, file_entries, hub_entries, text_of, texts_of, wanted_file
-from kvspeed.eval.tasks.names import check_split
+from kvspeed.eval.tasks.files import HINT, STEPS, drawn, entries_of, text_of, texts_of
 from kvspeed.samples import Sample
 
 __all__ = ["hotpotqa"]
-
-_HUB_SPLIT = {"train": "train", "dev": "validation", "test": "validation"}
 
 
 def hotpotqa(
@@ -48,9 +45,7 @@ def hotpotqa(
         ImportError: `name` without the `datasets` library.
         ValueError: the file has another format (the line or entry is named), or not one of path and name is given.
     """
-    file = wanted_file(path, name)
-    check_split(split)
-    entries = file_entries(file) if file is not None else hub_entries(str(name), config, _HUB_SPLIT[split])
+    entries = entries_of(path, name, config, split)
 
     def make(entry: dict[str, Any], number: str) -> Sample:
         return _sample(entry, number, titles, steps)

@@ -10,13 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 from kvspeed.eval.tasks.biography import check_count
-from kvspeed.eval.tasks.files import HINT, STEPS, drawn, file_entries, hub_entries, text_of, texts_of, wanted_file
-from kvspeed.eval.tasks.names import check_split
+from kvspeed.eval.tasks.files import HINT, STEPS, drawn, entries_of, text_of, texts_of
 from kvspeed.samples import Sample
 
 __all__ = ["musique"]
-
-_HUB_SPLIT = {"train": "train", "dev": "validation", "test": "validation"}
 
 
 def musique(
@@ -47,9 +44,7 @@ def musique(
         ImportError: `name` without the `datasets` library.
         ValueError: the file has another format (the line is named), or not one of path and name is given.
     """
-    file = wanted_file(path, name)
-    check_split(split)
-    entries = file_entries(file) if file is not None else hub_entries(str(name), config, _HUB_SPLIT[split])
+    entries = entries_of(path, name, config, split)
 
     def make(entry: dict[str, Any], number: str) -> Sample | None:
         return _sample(entry, number, titles, steps)
