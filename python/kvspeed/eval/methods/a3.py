@@ -37,9 +37,6 @@ class A3(Recompute):
         self.share = check_percent(percent)
         self.name = f"a3-{percent:g}"
 
-    def rows(self, prepared: Prepared, question: int) -> range:
-        return range(prepared.preamble, prepared.length + question)
-
     def choices(self, prepared: Prepared, question: int) -> Mapping[int, Choice]:
         tokens = prepared.length - prepared.preamble
         count = chosen_count(self.share, tokens)

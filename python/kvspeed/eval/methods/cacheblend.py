@@ -44,9 +44,6 @@ class CacheBlend(Recompute):
         self.share, self.deviation = check_percent(percent), deviation
         self.name = f"cacheblend-{percent:g}"
 
-    def rows(self, prepared: Prepared, question: int) -> range:
-        return range(prepared.preamble, prepared.length + question)
-
     def choices(self, prepared: Prepared, question: int) -> Mapping[int, Choice]:
         tokens = prepared.length - prepared.preamble
         count = chosen_count(self.share, tokens)

@@ -25,8 +25,5 @@ class Full(Recompute):
         blocks = [Block.of(preamble)] if preamble is not None else []
         return Prepared(context, ids, blocks, len(context.preamble_ids) + sum(map(len, ids)))
 
-    def rows(self, prepared: Prepared, question: int) -> range:
-        return range(prepared.preamble, prepared.length + question)
-
     def stored_bytes(self, prepared: Prepared) -> int:
         return 0

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 
@@ -47,9 +46,9 @@ class Recompute(Method):
         """Ids of a document as this method computes it."""
         return context.document_ids(text)
 
-    @abstractmethod
     def rows(self, prepared: Prepared, question: int) -> Sequence[int]:
-        """Positions that run through layer 0, rising, those of the question last."""
+        """Positions that run through layer 0, rising, those of the question last: all, unless a method takes fewer."""
+        return range(prepared.preamble, prepared.length + question)
 
     def choices(self, prepared: Prepared, question: int) -> Mapping[int, Choice]:
         """Layers before which fewer rows are chosen, and how."""
