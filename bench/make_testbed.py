@@ -26,8 +26,9 @@ from kvspeed.eval.score import f1
 from kvspeed.eval.tasks import GENERATED
 from kvspeed.packet import PacketAdapter
 from kvspeed.packet.tensorfile import read_tensor_file, write_tensor_file
-from kvspeed.packet.train.blocks import bfloat16_products, blocks_kv, join_kv, rows_hidden
+from kvspeed.packet.train.blocks import bfloat16_products, blocks_kv, rows_hidden
 from kvspeed.packet.train.contexts import Context, contexts_of
+from kvspeed.packet.train.student import context_kv
 from kvspeed.packet.train.teacher import greedy_answers
 from kvspeed.samples import Sample
 from kvspeed.smollm2 import load_smollm2
@@ -177,7 +178,7 @@ def look_at(options: argparse.Namespace, model: Any, tokenizer: Any, ways: dict[
         wrong: dict[str, list[str]] = {name: [] for name in ways}
         for context in contexts:
             for name, adapter in ways.items():
-                past = kv_of(model, context, adapter)
+                past = context_kv(model, context, adapter)
                 written = greedy_answers(model, past, context.queries, end, 24)
                 for query, (tokens, _) in zip(context.queries, written, strict=True):
                     text = tokenizer.decode(tokens, skip_special_tokens=True)
@@ -189,18 +190,6 @@ def look_at(options: argparse.Namespace, model: Any, tokenizer: Any, ways: dict[
             mean = sum(found) / len(found)
             ratio = mean / (sum(scores["full"]) / len(found))
             print(f"{task:14} {name:20} F1 {mean:.3f}  of full {ratio:.3f}   {'; '.join(wrong[name][:3])}", flush=True)
-
-
-def kv_of(model: Any, context: Context, adapter: PacketAdapter | None) -> Any:
-    """The KV before the question: of full attention where `adapter` is None, else of packets."""
-    embed = model.get_input_embeddings()
-    texts = [embed(torch.tensor(ids)) for ids in context.documents]
-    preamble = embed(torch.tensor(context.preamble))
-    if adapter is None:
-        return blocks_kv(model, [torch.cat([preamble, *texts])], [0])[0]
-    blocks = [adapter.wrap(text) for text in texts]
-    starts = [len(preamble) + sum(map(len, blocks[:index])) for index in range(len(blocks))]
-    return join_kv([*blocks_kv(model, [preamble], [0]), *blocks_kv(model, blocks, starts)])
 
 
 def main() -> None:

@@ -10,8 +10,8 @@ from kvspeed.eval.score import f1
 from kvspeed.eval.tasks import biography
 from kvspeed.packet import PacketAdapter
 from kvspeed.packet.tensorfile import TensorFileError
-from kvspeed.packet.train.blocks import blocks_kv, join_kv
 from kvspeed.packet.train.contexts import contexts_of
+from kvspeed.packet.train.student import context_kv
 from kvspeed.packet.train.teacher import greedy_answers
 from kvspeed.testbed.lora import attach_lora, lora_tensors, merge_lora, read_lora, write_lora
 from tiny_models import random_ids, tiny_model
@@ -76,17 +76,6 @@ def test_small_enough_for_the_wheel():
     assert sum(sizes) < 12e6
 
 
-def kv_of(model, context, adapter):
-    embed = model.get_input_embeddings()
-    texts = [embed(torch.tensor(ids)) for ids in context.documents]
-    preamble = embed(torch.tensor(context.preamble))
-    if adapter is None:
-        return blocks_kv(model, [torch.cat([preamble, *texts])], [0])[0]
-    blocks = [adapter.wrap(text) for text in texts]
-    starts = [len(preamble) + sum(map(len, blocks[:index])) for index in range(len(blocks))]
-    return join_kv([*blocks_kv(model, [preamble], [0]), *blocks_kv(model, blocks, starts)])
-
-
 @torch.no_grad()
 def test_trained_soft_tokens_repair_packets(smollm2_dir):
     """Eighteen questions that no training saw: plain packets lose most answers, the adapter brings most back."""
@@ -98,7 +87,7 @@ def test_trained_soft_tokens_repair_packets(smollm2_dir):
     scores = dict.fromkeys(ways, 0.0)
     for context in contexts_of(tokenizer, samples):
         for name, soft in ways.items():
-            past = kv_of(model, context, soft)
+            past = context_kv(model, context, soft)
             written = greedy_answers(model, past, context.queries, frozenset([tokenizer.eos_token_id]), 16)
             for query, (tokens, _) in zip(context.queries, written, strict=True):
                 text = tokenizer.decode(tokens, skip_special_tokens=True)

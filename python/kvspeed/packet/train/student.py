@@ -18,7 +18,19 @@ from kvspeed.patch import patched
 from kvspeed.plan import Plan, labelled_rows
 from kvspeed.rule import SpeedSpec
 
-__all__ = ["Student"]
+__all__ = ["Student", "context_kv"]
+
+
+def context_kv(model: nn.Module, context: Context, adapter: PacketAdapter | None) -> BlockKV:
+    """The KV before a context's questions: of full attention where `adapter` is None, else of packets side by side."""
+    embed = input_embedding(model)
+    texts = [embed(torch.tensor(ids)) for ids in context.documents]
+    preamble = embed(torch.tensor(context.preamble))
+    if adapter is None:
+        return blocks_kv(model, [torch.cat([preamble, *texts])], [0])[0]
+    blocks = [adapter.wrap(text) for text in texts]
+    starts = [len(preamble) + sum(map(len, blocks[:index])) for index in range(len(blocks))]
+    return join_kv([*blocks_kv(model, [preamble], [0]), *blocks_kv(model, blocks, starts)])
 
 
 class Student:
