@@ -46,7 +46,9 @@ def by_weights(
             x = torch.cat([x, sinks[h : h + 1].double()]) if sinks is not None else x
             weights = torch.softmax(x, 0)[:length].tolist()
             anchor = [
-                w for w, p, v in zip(weights, place, seen, strict=True) if v and p < min(anchor_tokens, prompt_end)
+                w
+                for w, p, v in zip(weights, place, seen, strict=True)
+                if v and p < min(anchor_tokens, prompt_end) and p != at
             ]
             content = [
                 w
@@ -154,8 +156,8 @@ def test_angles() -> None:
 # ---- inside models -------------------------------------------------------------------------------------------------
 
 
-def eager(architecture: str) -> Any:
-    return fresh(architecture, attn_implementation="eager")
+def eager(architecture: str, **options: Any) -> Any:
+    return fresh(architecture, attn_implementation="eager", **options)
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ import typer
 from kvspeed import __version__
 from kvspeed.cli.ask import ask
 from kvspeed.cli.demo import demo
+from kvspeed.cli.diagnose import diagnose
 from kvspeed.cli.doctor import doctor
 from kvspeed.cli.pack import pack
 
@@ -28,6 +29,7 @@ app.command()(demo)
 app.command()(doctor)
 app.command()(pack)
 app.command()(ask)
+app.command()(diagnose)
 
 
 def _version(asked: bool) -> None:

@@ -34,8 +34,8 @@ _SCORES = 1 << 22  # of a chunk: 16 MiB in float32, a few times
 class PromptAttention(NamedTuple):
     """How query tokens attend to the prompt; each float64 `[H_q, S]`.
 
-    The *anchor* is the first tokens of the prompt, its *content* the others, without the query itself where that is a
-    prompt token: what SPEED takes away from the layers >= k.
+    The *anchor* is the first tokens of the prompt, its *content* the others, which SPEED takes away from the layers
+    >= k. A query that is a prompt token does not count as the prompt that it looks at.
 
     Attributes:
         mass: attention weight on anchor and content together, 0 .. 1.
@@ -108,10 +108,10 @@ def prompt_attention(
             seen = place <= at[:, None]
             if window is not None:
                 seen = seen & (at[:, None] - place < window)
-            if running is content:
+            if running is not rest:
                 seen = seen & (place != at[:, None])
             running.add(scores(left, left + place.shape[0]), seen)
-    for own in range(max(query_start, anchor_end), min(prompt_end, total)):  # a prompt token that looks at itself
+    for own in range(query_start, min(prompt_end, total)):  # a prompt token that looks at itself
         rest.add(scores(own, own + 1), (at == own)[:, None])
     rest_lse = rest.lse
     if sinks is not None:
