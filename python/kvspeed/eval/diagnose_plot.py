@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import math
 import os
-import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from kvspeed.atomic import replacing
 from kvspeed.speed.diagnose import Diagnosis
 
 __all__ = ["check_plotting", "plot_diagnosis"]
@@ -67,16 +67,9 @@ def plot_diagnosis(found: Diagnosis, path: str | os.PathLike[str]) -> Path:
     where = f"k = {advice.k} to try first" if advice.k < found.layers else "no cut recommended"
     name = found.model or "model"
     figure.suptitle(f"{name.replace('$', chr(92) + '$')}: {len(found.measured)} prompts; {where} (dashed: a heuristic)")
-    target = Path(path)
-    number, temporary = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".png", dir=target.parent)
-    os.close(number)
-    try:
-        figure.savefig(temporary, format="png", dpi=130)
-        os.replace(temporary, target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    return target
+    with replacing(path) as part:
+        figure.savefig(part, format="png", dpi=130)
+    return Path(path)
 
 
 def _draw(axes: Any, found: Diagnosis, metric: str, category: str, colour: str) -> None:

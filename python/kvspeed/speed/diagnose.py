@@ -20,8 +20,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -30,6 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from kvspeed.atomic import replacing
 from kvspeed.fingerprint import model_fingerprint
 from kvspeed.models import base_model, cache_argument, causal_lm
 from kvspeed.speed.depth import Recommendation, recommend_depth
@@ -182,15 +181,8 @@ class Diagnosis:
     def save(self, path: str | Path) -> None:
         """Write JSON, atomically: a reader sees the old file or the new one."""
         text = json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n"
-        target = Path(path)
-        number, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-        try:
-            with os.fdopen(number, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.replace(name, target)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        with replacing(path) as part:
+            part.write_text(text, encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Diagnosis:
