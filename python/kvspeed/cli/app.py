@@ -11,6 +11,7 @@ import typer
 from kvspeed import __version__
 from kvspeed.cli.ask import ask
 from kvspeed.cli.demo import demo
+from kvspeed.cli.diagnose import diagnose
 from kvspeed.cli.doctor import doctor
 from kvspeed.cli.evaluate import app as evaluate
 from kvspeed.cli.pack import pack
@@ -34,6 +35,7 @@ app.command()(ask)
 app.command("train-adapter")(train_adapter)
 app.add_typer(evaluate, name="eval")
 app.add_typer(store, name="store")
+app.command()(diagnose)
 
 
 def _version(asked: bool) -> None:
