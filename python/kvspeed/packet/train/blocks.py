@@ -10,7 +10,7 @@ documents cost their own squares only, and questions about the same documents sh
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -20,20 +20,53 @@ from transformers import DynamicCache
 
 from kvspeed.models import base_model, cache_argument, causal_lm
 from kvspeed.packet.build import evaluating
+from kvspeed.patch import state_of
+from kvspeed.plan import Plan
 
-__all__ = ["BlockKV", "bfloat16_products", "blocks_kv", "frozen", "join_kv", "logits_of", "rows_hidden"]
+__all__ = [
+    "BlockKV",
+    "bfloat16_products",
+    "blocks_kv",
+    "frozen",
+    "join_kv",
+    "logits_of",
+    "rows_hidden",
+    "shared_cache",
+    "stack_of_rows",
+]
 
 # Keys and values of each layer, `[H_kv, T, D]`, rotated for the positions at which they are used.
 BlockKV = list[tuple[torch.Tensor, torch.Tensor]]
 
 
-def blocks_kv(model: nn.Module, blocks: Sequence[torch.Tensor], starts: Sequence[int]) -> list[BlockKV]:
+class _Enough(Exception):
+    """The layers that were asked for have left their KV."""
+
+
+class _FirstLayers(DynamicCache):
+    """A cache that ends the forward as soon as its last layer has its KV: what would follow is needed by nobody."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self._last = layers - 1
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().update(*args, **kwargs)
+        if len(self.layers) > self._last and self.layers[self._last].is_initialized:
+            raise _Enough
+        return found
+
+
+def blocks_kv(
+    model: nn.Module, blocks: Sequence[torch.Tensor], starts: Sequence[int], layers: int | None = None
+) -> list[BlockKV]:
     """KV of blocks that see only themselves; differentiable.
 
     Args:
-        model: an unpatched causal LM in eval mode.
+        model: a causal LM in eval mode, with any patch or none: every layer that runs takes all tokens.
         blocks: input embeddings, `[T_i, hidden]` each.
         starts: the position of each block's first token.
+        layers: how many layers' KV to compute, 1 or more; None: of all. Of the last one only K and V are computed.
     """
     base = base_model(model)
     longest = max(len(block) for block in blocks)
@@ -41,16 +74,16 @@ def blocks_kv(model: nn.Module, blocks: Sequence[torch.Tensor], starts: Sequence
     rows = [torch.cat((block, embeds[index, len(block) :])) for index, block in enumerate(blocks)]
     first = torch.tensor(list(starts), device=embeds.device)
     positions = first[:, None] + torch.arange(longest, device=embeds.device)
-    cache = DynamicCache()
-    base(
-        inputs_embeds=torch.stack(rows),
-        position_ids=positions,
-        use_cache=True,
-        **{cache_argument(base): cache},
-    )
-    layers = [_layer(cache, index) for index in range(len(base.layers))]  # type: ignore[arg-type]
+    depth = len(base.layers) if layers is None else layers  # type: ignore[arg-type]
+    cache = _FirstLayers(depth)
+    given: dict[str, Any] = {cache_argument(base): cache}
+    if state_of(model) is not None:
+        given["kvspeed_plan"] = Plan(cache=None, past=0, padding=None, plain_mask=True, kernels=False)
+    with suppress(_Enough):
+        base(inputs_embeds=torch.stack(rows), position_ids=positions, use_cache=True, **given)
+    found = [_layer(cache, index) for index in range(depth)]
     return [
-        [(key[index, :, : len(block)], value[index, :, : len(block)]) for key, value in layers]
+        [(key[index, :, : len(block)], value[index, :, : len(block)]) for key, value in found]
         for index, block in enumerate(blocks)
     ]
 
@@ -72,21 +105,30 @@ def rows_hidden(model: nn.Module, past: BlockKV, rows: Sequence[torch.Tensor]) -
         rows: input embeddings, `[T_i, hidden]` each; every row begins at the first position after `past`.
     """
     base = base_model(model)
-    held = past[0][0].shape[1]
-    longest = max(len(row) for row in rows)
-    padding = rows[0].new_zeros(longest, rows[0].shape[1])
-    embeds = torch.stack([torch.cat((row, padding[len(row) :])) for row in rows])
-    cache = DynamicCache()
-    for index, (key, value) in enumerate(past):
-        cache.update(key[None].expand(len(rows), -1, -1, -1), value[None].expand(len(rows), -1, -1, -1), index)
-    positions = (held + torch.arange(longest, device=embeds.device))[None].expand(len(rows), -1)
+    embeds, positions = stack_of_rows(rows, past[0][0].shape[1])
     hidden: Any = base(
         inputs_embeds=embeds,
         position_ids=positions,
         use_cache=True,
-        **{cache_argument(base): cache},
+        **{cache_argument(base): shared_cache(past, len(rows))},
     ).last_hidden_state
     return [hidden[index, : len(row)] for index, row in enumerate(rows)]
+
+
+def stack_of_rows(rows: Sequence[torch.Tensor], start: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`[B, T, hidden]` of rows `[T_i, hidden]`, padded on the right, and their positions `[B, T]` from `start` on."""
+    longest = max(len(row) for row in rows)
+    padding = rows[0].new_zeros(longest, rows[0].shape[1])
+    embeds = torch.stack([torch.cat((row, padding[len(row) :])) for row in rows])
+    return embeds, (start + torch.arange(longest, device=embeds.device))[None].expand(len(rows), -1)
+
+
+def shared_cache(past: BlockKV, rows: int) -> DynamicCache:
+    """A cache in which each of `rows` rows has `past` before it; layers may differ in length."""
+    cache = DynamicCache()
+    for index, (key, value) in enumerate(past):
+        cache.update(key[None].expand(rows, -1, -1, -1), value[None].expand(rows, -1, -1, -1), index)
+    return cache
 
 
 def logits_of(model: nn.Module, hidden: torch.Tensor) -> torch.Tensor:

@@ -4,18 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
-from kvspeed.models import base_model
 from kvspeed.packet.adapter import PacketAdapter, input_embedding
-from kvspeed.packet.train.blocks import BlockKV, blocks_kv, join_kv, logits_of, rows_hidden
+from kvspeed.packet.train.blocks import BlockKV, blocks_kv, join_kv, logits_of
 from kvspeed.packet.train.contexts import Context
+from kvspeed.packet.train.shallow import answer_states, context_blocks_kv
 from kvspeed.packet.train.teacher import Answer
-from kvspeed.patch import patched
-from kvspeed.plan import Plan, labelled_rows
 from kvspeed.rule import SpeedSpec
 
 __all__ = ["Student", "context_kv"]
@@ -73,22 +70,23 @@ class Student:
 
     def logits(self, context: Context, answers: Sequence[Answer]) -> list[torch.Tensor]:
         """Logits `[answer tokens, vocabulary]` of each answer; row t predicts its token t."""
-        if self.spec is not None:
-            return [self._shallow(context, index, answers[index]) for index in range(len(answers))]
         documents = self._documents(context)
         starts = _starts(context, documents)
-        past = [*self._preamble(context), *blocks_kv(self.model, documents, starts)]
-        return self._answers(context, answers, join_kv(past))
-
-    # ---- all layers -----------------------------------------------------------------------------------------------
+        if self.spec is None:
+            past = join_kv([*self._preamble(context), *blocks_kv(self.model, documents, starts)])
+        elif context.preamble:
+            preamble = self._embed(context.preamble)
+            past = context_blocks_kv(self.model, self.spec, [preamble, *documents], [0, *starts])
+        else:
+            past = context_blocks_kv(self.model, self.spec, documents, starts)
+        return self._answers(context, answers, past)
 
     def _answers(self, context: Context, answers: Sequence[Answer], past: BlockKV) -> list[torch.Tensor]:
         rows = [
             self._embed([*query.question, *answer.tokens[:-1]])
             for query, answer in zip(context.queries, answers, strict=True)
         ]
-        hidden = rows_hidden(self.model, past, rows)
-        picked = [states[len(query.question) - 1 :] for states, query in zip(hidden, context.queries, strict=True)]
+        picked = answer_states(self.model, self.spec, past, rows, [len(answer.tokens) for answer in answers])
         return list(logits_of(self.model, torch.cat(picked)).split([len(states) for states in picked]))
 
     def _backward_by_document(self, context: Context, answers: Sequence[Answer], scale: float) -> float:
@@ -129,33 +127,6 @@ class Student:
             return nn.functional.cross_entropy(torch.cat(logits), targets, reduction="sum")
         return torch.stack([one.divergence(rows) for one, rows in zip(answers, logits, strict=True)]).sum()
 
-    # ---- SPEED ----------------------------------------------------------------------------------------------------
-
-    def _shallow(self, context: Context, index: int, answer: Answer) -> torch.Tensor:
-        """One sample under SPEED: layers < k under a block mask, the layers above on the few tokens that live there."""
-        assert self.spec is not None
-        query = context.queries[index]
-        blocks = [self._embed(context.preamble)] if context.preamble else []
-        blocks += self._documents(context)
-        blocks.append(self._embed([*query.question, *answer.tokens]))
-        embeds = torch.cat(blocks)
-        total, new = len(embeds), len(answer.tokens)
-        labels = torch.full((1, total), -100)
-        labels[0, total - new :] = torch.tensor(answer.tokens)
-        deep, _ = labelled_rows(self.spec, labels, None)
-        masks = _block_masks(self.model, [len(block) for block in blocks], embeds)
-        plan = Plan(cache=None, past=0, padding=None, plain_mask=True, kernels=False, deep=deep)
-        with patched(self.model, self.spec, force=True):
-            hidden = base_model(self.model)(
-                inputs_embeds=embeds[None],
-                attention_mask=masks,
-                position_ids=torch.arange(total, device=embeds.device)[None],
-                use_cache=False,
-                kvspeed_plan=plan,
-            ).last_hidden_state[0]
-        # the columns end with the last question token and the answer, whose last token predicts nothing
-        return logits_of(self.model, hidden[-new - 1 : -1])
-
 
 def _starts(context: Context, documents: Sequence[torch.Tensor]) -> list[int]:
     """The position of each document's first token."""
@@ -164,24 +135,3 @@ def _starts(context: Context, documents: Sequence[torch.Tensor]) -> list[int]:
         starts.append(at)
         at += len(document)
     return starts
-
-
-def _block_masks(model: nn.Module, lengths: list[int], like: torch.Tensor) -> Any:
-    """The additive mask `[1, 1, T, T]` of blocks that see themselves and a last one that sees all, by kind of layer."""
-    config: Any = base_model(model).config
-    block = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    place = torch.arange(len(block))
-    seen = ((block[:, None] == block) | (block[:, None] == len(lengths) - 1)) & (place[:, None] >= place)
-    window = getattr(config, "sliding_window", None)
-    near = seen & (place[:, None] - place < window) if window else seen
-    kinds = {"full_attention": seen, "sliding_attention": near}
-
-    def added(mask: torch.Tensor) -> torch.Tensor:
-        lowest = torch.finfo(like.dtype).min
-        return like.new_zeros(mask.shape).masked_fill(~mask.to(like.device), lowest)[None, None]
-
-    present = set(getattr(config, "layer_types", None) or [])
-    if len(present) > 1:
-        return {kind: added(kinds[kind]) for kind in present}
-    only = next(iter(present), "sliding_attention" if window else "full_attention")
-    return added(kinds[only])
