@@ -164,7 +164,6 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"k": LAYERS + 1}, ValueError, f"k is {LAYERS + 1}.*{LAYERS} layers"),
     ({"k": K, "anchor_tokens": -1}, ValueError, "anchor_tokens is -1"),
     ({"k": K, "anchor_tokens": 1.0}, TypeError, "anchor_tokens"),
-    ({"k": K, "anchor_tokens": None}, TypeError, "anchor_tokens"),
     ({"k": K, "boundary": "dropped"}, ValueError, "boundary is 'dropped'.*'transient', 'keep'"),
     ({"k": K, "upper_attention": "none"}, ValueError, "upper_attention is 'none'"),
     ({"k": K, "turns": "new"}, ValueError, "turns is 'new'"),

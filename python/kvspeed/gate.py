@@ -123,7 +123,7 @@ def verify(model: nn.Module, tokenizer: Any = None) -> VerifyReport:
 
 def _restore(model: nn.Module, spec: SpeedSpec | None) -> None:
     if spec is None:
-        patch_model(model)
+        patch_model(model, len(base_model(model).layers))  # type: ignore[arg-type]
     else:
         patch_model(
             model,

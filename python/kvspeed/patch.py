@@ -11,6 +11,7 @@ import copy
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ from kvspeed.cache import KVCache
 from kvspeed.models import architecture, attention_modules, base_model, cache_argument, causal_lm
 from kvspeed.rope import RopeSpec, float32_rope_buffers, rope_buffers
 from kvspeed.rule import SpeedSpec
+from kvspeed.tuned import remembered_spec
 
 __all__ = ["PatchState", "patch_model", "patched", "state_of", "unpatch_model"]
 
@@ -104,10 +106,10 @@ def patch_model(
     model: nn.Module,
     k: int | None = None,
     *,
-    anchor_tokens: int = 1,
-    boundary: str = "transient",
-    upper_attention: str = "causal",
-    turns: str = "keep",
+    anchor_tokens: int | None = None,
+    boundary: str | None = None,
+    upper_attention: str | None = None,
+    turns: str | None = None,
 ) -> nn.Module:
     """Make `model` use kvspeed: its kernels and caches, and SPEED where `k` is given. A new patch replaces an old one.
 
@@ -116,9 +118,12 @@ def patch_model(
     What `generate` is given is prompt, what it generates is answer. A forward with labels trains the same way (-100
     marks the prompt) and returns the logits of the deep columns: anchors, answer tokens, and those that predict one.
 
+    A model that was tuned for SPEED says so in its config (`kvspeed.tuned`): what is left out here comes from there.
+    For one that was not, the defaults are k = L, one anchor token, "transient", "causal" and "keep".
+
     Args:
         model: a causal LM of transformers (see `kvspeed.models.ARCHITECTURES`), bare or wrapped by PEFT.
-        k: layers that see the whole prompt, 1 .. L; None or L: all of them, and the logits are the unpatched model's.
+        k: layers that see the whole prompt, 1 .. L; L: all of them, and the logits are the unpatched model's.
         anchor_tokens: first tokens of the sequence that live in every layer; 0 for SPEED without anchor.
         boundary: "transient": the last prompt token leaves nothing above k once it has predicted the first answer;
             "keep": later answer tokens see it there.
@@ -130,11 +135,19 @@ def patch_model(
         `model` itself.
 
     Raises:
-        TypeError, ValueError: an argument is out of range, or the architecture is not known; nothing is changed then.
+        TypeError, ValueError: an argument is out of range, the architecture is not known, or the config's entry is
+            damaged; nothing is changed then.
     """
     architecture(model)
     layers = len(base_model(model).layers)  # type: ignore[arg-type]
-    spec = _spec(k, layers, anchor_tokens, boundary, upper_attention, turns)
+    given = {
+        "k": k,
+        "anchor_tokens": anchor_tokens,
+        "boundary": boundary,
+        "upper_attention": upper_attention,
+        "turns": turns,
+    }
+    spec = _spec(model, layers, {name: value for name, value in given.items() if value is not None})
     unpatch_model(model)
     state = PatchState(model, spec)
     _install(model, state)
@@ -204,14 +217,16 @@ def patched(model: nn.Module, spec: SpeedSpec | None = None, *, force: bool = Fa
                     _install(model, state.before)
 
 
-def _spec(
-    k: int | None, layers: int, anchor_tokens: int, boundary: str, upper_attention: str, turns: str
-) -> SpeedSpec | None:
-    depth = layers if k is None else k
-    spec = SpeedSpec(depth, anchor_tokens, boundary, upper_attention, turns)
-    if depth > layers:
-        raise ValueError(f"k is {k} and the model has {layers} layers; give 1 to {layers}, or None for all")
-    return spec if depth < layers else None
+def _spec(model: nn.Module, layers: int, given: dict[str, Any]) -> SpeedSpec | None:
+    """The rule that the arguments `given` ask for, completed by what the model was tuned for."""
+    if "k" in given and given["k"] == layers and not isinstance(given["k"], bool):
+        tuned = None  # every layer takes every token, so that a damaged entry need not matter
+    else:
+        tuned = remembered_spec(model)
+    spec = replace(tuned, **given) if tuned is not None else SpeedSpec(**{"k": layers, **given})
+    if spec.k > layers:
+        raise ValueError(f"k is {spec.k} and the model has {layers} layers; give 1 to {layers}, or None for all")
+    return spec if spec.k < layers else None
 
 
 def _install(model: nn.Module, state: PatchState) -> None:

@@ -77,7 +77,7 @@ def ask(
     network, tokenizer, name = load_model(model, dtype or str(first.dtype).removeprefix("torch."))
     check_depth(k, network)
     depth = k if k is not None or first.layers != network.config.num_hidden_layers else first.k
-    patch_model(network, depth)
+    patch_model(network, network.config.num_hidden_layers if depth is None else depth)
     _check(files, loaded, network)
     report = _answer(network, tokenizer, question, loaded, mode, max_new_tokens)
     report |= {"model": name, "k": depth, "packets": [file.name for file in files]}

@@ -273,7 +273,7 @@ def _load(
         title = f"packet@{missing}" if missing else "packet"
         example = f"{missing}=FILE" if missing else "FILE"
         raise Fault(f"--methods: {title} needs a trained adapter: give --adapter {example}, from kvspeed train-adapter")
-    patch_model(network)
+    patch_model(network, network.config.num_hidden_layers)  # whatever it was tuned for
     return network, tokenizer, name, {key: PacketAdapter.load(path, network) for key, path in named.items()}
 
 

@@ -154,7 +154,7 @@ class Comparison:
         if name == FULL:
             unpatch_model(self.model)
         else:
-            patch_model(self.model, self.k if name in (SPEED, BOTH) else None)
+            patch_model(self.model, self.k if name in (SPEED, BOTH) else self.model.config.num_hidden_layers)
         if name in (FULL, SPEED):
             result = timed_generate(self.model, lambda: self._prompt(question, documents), max_new_tokens=new)
             result.text = self.tokenizer.decode(result.token_ids, skip_special_tokens=True)

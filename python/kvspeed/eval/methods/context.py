@@ -103,7 +103,7 @@ class Context:
         if state is not None and state.spec is not None:
             raise ValueError(
                 f"the model is patched with k={state.spec.k}, and methods that recompute tokens need all layers: call "
-                "patch_model(model) without a k"
+                "patch_model(model, k) with the number of its layers"
             )
         if mode not in (None, "view", "copy"):
             raise ValueError(f'mode: expected "view", "copy" or None, got {mode!r}')
