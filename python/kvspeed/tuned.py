@@ -1,9 +1,9 @@
 # Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
 """The depth and rule that a model was tuned for, kept where the model is.
 
-A tuned model says so in its config, `config.kvspeed`, a dictionary of `SpeedSpec`'s fields: transformers saves and loads it
-with the weights, and `patch_model(model)` reads it. A PEFT adapter is saved without the model's config: it gets a file
-beside its own, `kvspeed.json`, of the same fields.
+A tuned model says so in its config, `config.kvspeed`, a dictionary of `SpeedSpec`'s fields: transformers saves and
+loads it with the weights, and `patch_model(model)` reads it. A PEFT adapter is saved without the model's config: it
+gets a file beside its own, `kvspeed.json`, of the same fields.
 
     remember_spec(model, SpeedSpec(k=22)); model.save_pretrained(folder)     # a whole model
     remember_spec(model, SpeedSpec(k=22)); peft_model.save_pretrained(folder); write_spec(folder, SpeedSpec(k=22))
