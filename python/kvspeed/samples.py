@@ -5,8 +5,8 @@ A file of samples is JSON Lines, one sample a line:
 
     {"id": "a-1", "documents": ["Mira Ash ...", "..."], "question": "...", "answers": ["Norbridge"], "gold": [0]}
 
-`gold` (the documents that hold the answer, by index), `task` and `reasoning` may be left out, `answer` with one string
-stands for `answers`, and a sample without `id` gets the file's name and its line as one.
+`gold` (the documents that hold the answer, by index), `task`, `reasoning` and `checks` may be left out, `answer` with
+one string stands for `answers`, and a sample without `id` gets the file's name and its line as one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ INSTRUCTION = "Read the documents and answer the question.\n\n"
 SEPARATOR = "Question: "
 ANSWER_MARK = "Answer:"
 
-_KNOWN = {"id", "documents", "question", "answers", "answer", "gold", "task", "reasoning"}
+_KNOWN = {"id", "documents", "question", "answers", "answer", "gold", "task", "reasoning", "checks"}
 
 
 def document_text(text: str) -> str:
@@ -53,6 +53,8 @@ class Sample:
         gold: indices of the documents that the answer needs; empty where that is not known.
         task: the task that it belongs to, or "".
         reasoning: what stands before the answer, where the question asks for steps; else "".
+        checks: what must hold of an answer, as `kvspeed.eval.checks` reads it, where many wordings are right; `answers`
+            are then examples.
 
     Raises:
         TypeError: a field is of another type.
@@ -67,6 +69,7 @@ class Sample:
     gold: tuple[int, ...] = ()
     task: str = ""
     reasoning: str = ""
+    checks: tuple[str, ...] = ()
 
     @property
     def target(self) -> str:
@@ -84,7 +87,7 @@ class Sample:
         for name in ("id", "question", "task", "reasoning"):
             if not isinstance(getattr(self, name), str):
                 raise TypeError(f"{name}: expected a string, got {type(getattr(self, name)).__name__}")
-        for name in ("documents", "answers", "gold"):
+        for name in ("documents", "answers", "gold", "checks"):
             object.__setattr__(self, name, _sequence(name, getattr(self, name)))
         if not self.id.strip():
             raise ValueError("id: is empty; give every sample a name of its own")
@@ -99,6 +102,9 @@ class Sample:
                     raise ValueError(f"{name}[{number}]: is empty; leave it out or give it words")
         if not self.question.strip():
             raise ValueError("question: is empty; ask something")
+        for number, check in enumerate(self.checks):
+            if not isinstance(check, str):
+                raise TypeError(f"checks[{number}]: expected a string, got {type(check).__name__}")
         self._check_gold()
 
     def _check_gold(self) -> None:
@@ -211,6 +217,7 @@ def _sample(entry: Any, default_id: str) -> Sample:
         gold=entry.get("gold", ()),
         task=entry.get("task", ""),
         reasoning=entry.get("reasoning", ""),
+        checks=entry.get("checks", ()),
     )
 
 

@@ -14,8 +14,9 @@ import string
 from collections import Counter
 from collections.abc import Sequence
 
-__all__ = ["contains", "corpus_f1", "exact_match", "f1", "normalise", "string_match"]
+__all__ = ["contains", "copied", "corpus_f1", "exact_match", "f1", "normalise", "string_match"]
 
+_FENCE = re.compile(r"^```\w*\n|\n?```$")
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -28,6 +29,22 @@ def normalise(text: str) -> str:
 def exact_match(prediction: str, answers: str | Sequence[str]) -> bool:
     """True when the whole prediction is one of the answers, after normalisation."""
     return normalise(prediction) in {normalise(answer) for answer in _accepted(answers)}
+
+
+def copied(prediction: str, answers: str | Sequence[str]) -> bool:
+    """True when the first line of the prediction is one of the answers to the letter: case and punctuation count.
+
+    White space around and between words, quotes or backticks around the whole, and one last period do not count: they
+    are how an answer is given, not what was copied.
+    """
+    lines = _FENCE.sub("", prediction.strip()).strip().splitlines()
+    return bool(lines) and _bare(lines[0]) in {_bare(answer) for answer in _accepted(answers)}
+
+
+def _bare(text: str) -> str:
+    text = " ".join(text.split()).removesuffix(".")
+    quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "`'\""
+    return (text[1:-1] if quoted else text).removesuffix(".")
 
 
 def contains(prediction: str, answers: str | Sequence[str]) -> bool:

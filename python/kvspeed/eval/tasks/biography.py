@@ -13,7 +13,7 @@ from random import Random
 from kvspeed.eval.tasks.names import Names, check_split, rng_of
 from kvspeed.samples import Sample
 
-__all__ = ["HINT", "biography"]
+__all__ = ["FACTS", "HINT", "biography", "check_count", "person", "span"]
 
 HINT = " Give only the answer."
 
@@ -118,7 +118,7 @@ def span(name: str, value: int | tuple[int, int]) -> tuple[int, int]:
 def _context(index: int, seed: int, split: str, least: int, most: int, facts: int, questions: int) -> list[Sample]:
     rng = rng_of("biography", split, seed, index)
     names = Names(rng, split)
-    people = [_person(rng, names, facts) for _ in range(rng.randint(least, most))]
+    people = [person(rng, names, facts) for _ in range(rng.randint(least, most))]
     asked = [(number, fact) for number, (_, known, _) in enumerate(people) for fact in known]
     return [
         Sample(
@@ -133,7 +133,7 @@ def _context(index: int, seed: int, split: str, least: int, most: int, facts: in
     ]
 
 
-def _person(rng: Random, names: Names, facts: int) -> tuple[str, dict[str, str], str]:
+def person(rng: Random, names: Names, facts: int) -> tuple[str, dict[str, str], str]:
     """(name, fact -> its value, the document)."""
     name, pronoun = names.person()
     words = {"name": name, "He": pronoun, "he": pronoun.lower(), "His": "Her" if pronoun == "She" else "His"}

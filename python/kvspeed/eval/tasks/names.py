@@ -11,7 +11,7 @@ import random
 import zlib
 from collections.abc import Callable, Sequence
 
-__all__ = ["SPLITS", "Names", "check_split", "rng_of"]
+__all__ = ["SPLITS", "Names", "check_split", "in_split", "rng_of"]
 
 SPLITS = ("train", "dev", "test")
 _SHARE = {"train": range(0, 6), "dev": range(6, 7), "test": range(7, 10)}  # of ten
@@ -59,6 +59,11 @@ def check_split(split: str) -> str:
     return split
 
 
+def in_split(text: str, split: str) -> bool:
+    """Whether a name, or anything else that is written out, belongs to this split: by its own letters, to one only."""
+    return zlib.crc32(text.encode()) % 10 in _SHARE[split]
+
+
 def rng_of(*parts: object) -> random.Random:
     """A generator for these parts (task, split, seed, number), the same on every machine and Python."""
     return random.Random("/".join(str(part) for part in parts))
@@ -102,7 +107,7 @@ class Names:
         return self._fresh(lambda: self.rng.choice(parts[0]) + glue + self.rng.choice(parts[1]), self._in_split)
 
     def _in_split(self, name: str) -> bool:
-        return zlib.crc32(name.encode()) % 10 in _SHARE[self.split]
+        return in_split(name, self.split)
 
     def _fresh(self, draw: Callable[[], str], fits: Callable[[str], bool] = lambda name: True) -> str:
         for _ in range(10_000):

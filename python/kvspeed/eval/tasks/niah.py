@@ -8,13 +8,14 @@ other keys (RULER's multi-key variant).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 from kvspeed.eval.tasks.biography import HINT, check_count, span
 from kvspeed.eval.tasks.names import check_split, rng_of
 from kvspeed.samples import Sample
 
-__all__ = ["niah"]
+__all__ = ["long", "niah"]
 
 _NEEDLES = (
     "The secret number of the {key} is {value}.",
@@ -121,6 +122,51 @@ def niah(
                 )
             )
     return samples[:count]
+
+
+def long(
+    count: int,
+    *,
+    seed: int = 0,
+    split: str = "test",
+    tokens: int = 1024,
+    chunk_tokens: int = 240,
+    depth: float | None = None,
+    digits: int = 5,
+    distractors: int = 0,
+    questions_per_context: int = 1,
+) -> list[Sample]:
+    """`niah` by the length of the haystack: one bucket of a sweep over prompt lengths.
+
+    Args:
+        count: how many.
+        seed: another seed, other samples.
+        split: as for `niah`.
+        tokens: about how long all documents are together, at least 40.
+        chunk_tokens: about how long one document is.
+        depth: as for `niah`.
+        digits: as for `niah`.
+        distractors: as for `niah`.
+        questions_per_context: as for `niah`.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+    if tokens < 40 or chunk_tokens < 20:
+        raise ValueError(f"tokens, chunk_tokens: got {tokens} and {chunk_tokens}, give at least 40 and 20")
+    chunks = max(1, round(tokens / chunk_tokens))
+    made = niah(
+        count,
+        seed=seed,
+        split=split,
+        chunks=chunks,
+        chunk_tokens=max(20, tokens // chunks - 10),  # a haystack ends with a whole sentence, half of one too late
+        depth=depth,
+        digits=digits,
+        distractors=distractors,
+        questions_per_context=questions_per_context,
+    )
+    return [replace(sample, id=f"long-{tokens}-{sample.id}", task="long") for sample in made]
 
 
 def _keys(split: str) -> list[str]:

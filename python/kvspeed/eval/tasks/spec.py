@@ -11,22 +11,36 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvspeed.eval.tasks.arithmetic import arithmetic
 from kvspeed.eval.tasks.biography import biography
+from kvspeed.eval.tasks.code import code
+from kvspeed.eval.tasks.copying import copying
 from kvspeed.eval.tasks.hotpotqa import hotpotqa
+from kvspeed.eval.tasks.instruction import instruction
 from kvspeed.eval.tasks.multihop import multihop
 from kvspeed.eval.tasks.musique import musique
 from kvspeed.eval.tasks.names import rng_of
-from kvspeed.eval.tasks.niah import niah
+from kvspeed.eval.tasks.niah import long, niah
 from kvspeed.samples import Sample, read_samples
 
-__all__ = ["ANSWER_TOKENS", "GENERATED", "TASKS", "TaskSpec", "split_specs"]
+__all__ = ["ANSWER_TOKENS", "CATEGORIES", "GENERATED", "SKILLS", "TASKS", "TaskSpec", "split_specs"]
 
-# name -> function of (count, *, seed, split, options of its own)
+# name -> function of (count, *, seed, split, options of its own); these are questions whose answer stands in a document
 GENERATED: dict[str, Callable[..., list[Sample]]] = {
     "biography": biography,
     "niah": niah,
     "niah-multikey": partial(niah, distractors=3),
     "multihop": multihop,
+}
+
+
+# and these ask for more than to find it
+SKILLS: dict[str, Callable[..., list[Sample]]] = {
+    "copying": copying,
+    "arithmetic": arithmetic,
+    "instruction": instruction,
+    "code": code,
+    "long": long,
 }
 
 
@@ -37,13 +51,32 @@ def _from_file(count: int, *, seed: int = 0, split: str = "test", path: str) -> 
 
 TASKS: dict[str, Callable[..., list[Sample]]] = {
     **GENERATED,
+    **SKILLS,
     "hotpotqa": hotpotqa,
     "musique": musique,
     "samples": _from_file,
 }
 
 # the most tokens of an answer, where nothing else is asked for
-ANSWER_TOKENS = {"biography": 16, "niah": 16, "niah-multikey": 16, "multihop": 24, "hotpotqa": 48, "musique": 48}
+ANSWER_TOKENS = {
+    "biography": 16,
+    "niah": 16,
+    "niah-multikey": 16,
+    "multihop": 24,
+    "hotpotqa": 48,
+    "musique": 48,
+    "arithmetic": 16,
+    "long": 16,
+}
+# what a task tests, for tables by category; others are document questions
+CATEGORIES = {
+    "copying": "copying",
+    "arithmetic": "arithmetic",
+    "instruction": "instructions",
+    "code": "code",
+    "long": "long context",
+}
+_METRICS = {"copying": "copied", "code": "copied", "arithmetic": "em", "long": "em"}  # else "f1"
 _STEPS_TOKENS = 256
 
 _OPTION = re.compile(r":(?=[a-z_]+=)")
@@ -58,6 +91,7 @@ class TaskSpec:
         name: one of `TASKS`.
         options: keywords of its function.
         shuffle: seed of another order of each sample's documents; None keeps the task's.
+        samples: at most so many questions of it, whatever is asked for (long prompts take long).
         text: as it was written; the name of the task's rows.
     """
 
@@ -65,6 +99,7 @@ class TaskSpec:
     options: dict[str, Any] = field(default_factory=dict)
     shuffle: int | None = None
     text: str = ""
+    samples: int | None = None
 
     @classmethod
     def parse(cls, text: str) -> TaskSpec:
@@ -80,14 +115,15 @@ class TaskSpec:
         for part in parts:
             key, _, value = part.partition("=")
             options[key] = value if key in ("path", "name", "config") else _value(value)
-        shuffle = options.pop("shuffle", None)
+        shuffle, samples = options.pop("shuffle", None), options.pop("samples", None)
+        if samples is not None and (not isinstance(samples, int) or samples < 1):
+            raise ValueError(f"tasks: {name}: samples: got {samples!r}, give at least 1")
         allowed = set(inspect.signature(TASKS[name]).parameters) - {"count", "seed", "split"}
         unknown = sorted(set(options) - allowed)
         if unknown:
-            raise ValueError(
-                f"tasks: {name} has no option {unknown[0]!r}; it has {', '.join(sorted(allowed | {'shuffle'}))}"
-            )
-        return cls(name, options, shuffle, text.strip())
+            known = ", ".join(sorted(allowed | {"shuffle", "samples"}))
+            raise ValueError(f"tasks: {name} has no option {unknown[0]!r}; it has {known}")
+        return cls(name, options, shuffle, text.strip(), samples)
 
     @property
     def answer_tokens(self) -> int:
@@ -96,6 +132,17 @@ class TaskSpec:
             return _STEPS_TOKENS
         return ANSWER_TOKENS.get(self.name, 48)
 
+    @property
+    def category(self) -> str:
+        """What it tests: "documents", or one of `CATEGORIES`."""
+        return CATEGORIES.get(self.name, "documents")
+
+    @property
+    def metric(self) -> str:
+        """Which score of an answer counts where one number is wanted: "f1", "em" or "copied"; a sample with checks is
+        scored by these."""
+        return _METRICS.get(self.name, "f1")
+
     def load(self, count: int, *, seed: int = 0, split: str = "test", questions_per_context: int = 1) -> list[Sample]:
         """The samples; `questions_per_context` is passed to tasks that know it, where the options do not say it.
 
@@ -103,6 +150,7 @@ class TaskSpec:
             ValueError, OSError, ImportError: as the task's function.
         """
         make, options = TASKS[self.name], dict(self.options)
+        count = count if self.samples is None else min(count, self.samples)
         if questions_per_context > 1 and "questions_per_context" in inspect.signature(make).parameters:
             options.setdefault("questions_per_context", questions_per_context)
         try:
