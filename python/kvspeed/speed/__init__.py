@@ -1,10 +1,21 @@
 # Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
-"""SPEED beyond the patch itself: running a prompt to depth k for its KV alone, choosing k, finding loops."""
+"""SPEED beyond the patch itself: running a prompt to depth k for its KV alone, choosing k, finding loops, tuning."""
+
+from importlib import import_module
+from typing import Any
 
 from kvspeed.rule import SpeedSpec, speed_mask
 from kvspeed.speed.anchors import template_anchor
 from kvspeed.speed.loops import Loop, LoopDetector, LoopRates, LoopRule, LoopStopping, find_loop, loop_rates
 from kvspeed.speed.prefill import PromptKV, prompt_kv
+
+# On first use: tuning stands on packets, whose modules need those above.
+_LATER = {
+    "TuneReport": "kvspeed.speed.tuning",
+    "load_tuned": "kvspeed.speed.tuning",
+    "read_messages": "kvspeed.speed.tuning",
+    "tune": "kvspeed.speed.tuning",
+}
 
 __all__ = [
     "Loop",
@@ -14,9 +25,20 @@ __all__ = [
     "LoopStopping",
     "PromptKV",
     "SpeedSpec",
+    "TuneReport",
     "find_loop",
+    "load_tuned",
     "loop_rates",
     "prompt_kv",
+    "read_messages",
     "speed_mask",
     "template_anchor",
+    "tune",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_LATER[name]), name)
+    return value

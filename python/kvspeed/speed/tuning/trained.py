@@ -1,0 +1,280 @@
+# Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
+"""What is trained of a model: a LoRA that peft puts into it, or all of its weights. And how it is saved and loaded."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvspeed.fingerprint import model_fingerprint
+from kvspeed.models import base_model, causal_lm
+from kvspeed.rule import SpeedSpec
+from kvspeed.tuned import read_spec, remember_spec, remembered_spec, spec_fields, write_spec
+
+__all__ = ["Trained", "bfloat16_work", "load_tuned"]
+
+_LORA_CONFIG, _LORA_NOTES = "adapter_config.json", "kvspeed-lora.json"
+
+
+class Trained:
+    """A model with what is trained of it.
+
+    Args:
+        model: a causal LM; one that is wrapped by PEFT already is trained as it is wrapped.
+        method: "lora" or "full".
+        rank: of the LoRA.
+        alpha: the LoRA's scale is alpha / rank.
+        seed: of the LoRA's A; its B begins at zero.
+
+    Attributes:
+        model: bare, or wrapped by PEFT.
+        method: "lora" or "full".
+        weights: the trained parameters, by name; float32.
+
+    Raises:
+        ImportError: peft is missing.
+        ValueError: nothing can be trained in float32.
+    """
+
+    def __init__(self, model: nn.Module, method: str, *, rank: int = 16, alpha: float | None = None, seed: int = 0):
+        self.method, self._given = method, model
+        self._flags = [(weight, weight.requires_grad) for weight in model.parameters()]
+        self._wrapped_before = hasattr(model, "get_base_model")
+        self.base, self.base_dtype = model_fingerprint(model), str(next(model.parameters()).dtype)
+        self.model = model
+        if method == "lora" and not self._wrapped_before:
+            self.model = _with_lora(model, rank, alpha if alpha is not None else 2 * rank, seed)
+        elif method == "full":
+            model.requires_grad_(True)
+        self.weights = {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
+        problem = None
+        if not self.weights:
+            problem = "the PEFT wrapper has no weights that want a gradient: load it with is_trainable=True"
+        low = next((name for name, weight in self.weights.items() if weight.dtype != torch.float32), None)
+        if low is not None:
+            problem = (
+                f"{low} is {self.weights[low].dtype}, in which small steps are lost: load the model in float32 (and "
+                'give dtype="bf16" for products in bfloat16), or train a LoRA'
+            )
+        if problem is not None:
+            self.close(merge=False)
+            raise ValueError(f"model: {problem}")
+
+    def copy(self) -> dict[str, torch.Tensor]:
+        """The weights as they are, on the CPU."""
+        return {name: weight.detach().to("cpu", copy=True) for name, weight in self.weights.items()}
+
+    @torch.no_grad()
+    def put(self, weights: dict[str, torch.Tensor]) -> None:
+        for name, weight in self.weights.items():
+            weight.copy_(weights[name])
+
+    @contextmanager
+    def original(self) -> Iterator[nn.Module]:
+        """The model as it was before, for distillation on the way; a LoRA that was given counts as not there."""
+        if self.method == "full":
+            yield self._original
+        else:
+            inner: Any = self.model
+            with inner.disable_adapter():
+                yield self.model
+
+    def keep_original(self) -> None:
+        """Make a copy for `original` where the weights themselves are trained."""
+        if self.method == "full":
+            self._original = copy.deepcopy(self.model).requires_grad_(False)
+
+    def save(self, folder: Path, tokenizer: Any, spec: SpeedSpec, notes: dict[str, Any]) -> None:
+        """Write what `load_tuned` reads: the adapter, or the whole model, with what it was tuned for.
+
+        A LoRA's folder holds, beside peft's files, the model's configuration, so that transformers and kvspeed know
+        what it is of. Each file takes the place of an older one at once.
+        """
+        before = _entry(self.model)
+        remember_spec(self.model, spec)
+        part = folder / f".saving-{os.getpid()}"
+        try:
+            part.mkdir(parents=True, exist_ok=True)
+            inner: Any = self.model
+            ours = self.method == "lora" and not self._wrapped_before
+            inner.save_pretrained(str(part), **({"save_embedding_layers": False} if ours else {}))
+            if hasattr(tokenizer, "save_pretrained"):
+                tokenizer.save_pretrained(str(part))
+            if self.method == "lora":
+                causal_lm(self.model).config.save_pretrained(str(part))  # type: ignore[union-attr, operator]
+                write_spec(part, spec)
+                facts = {"base_fingerprint": self.base, "base_dtype": self.base_dtype, **notes}
+                (part / _LORA_NOTES).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+            (part / "README.md").unlink(missing_ok=True)  # a model card with nothing in it
+            for file in sorted(part.iterdir()):
+                os.replace(file, folder / file.name)
+        finally:
+            _put_entry(self.model, before)
+            shutil.rmtree(part, ignore_errors=True)
+
+    def close(self, *, merge: bool) -> nn.Module:
+        """Leave the model as the caller knows it; returns it. A LoRA of ours is merged into its weights, or taken off.
+
+        One that the caller brought stays on.
+        """
+        if self.method == "lora" and not self._wrapped_before and self.model is not self._given:
+            inner: Any = self.model
+            inner.merge_and_unload() if merge else inner.unload()
+            self._given.__dict__.pop("peft_config", None)
+            self._given.__dict__.pop("_hf_peft_config_loaded", None)
+        for weight, flag in self._flags:
+            weight.requires_grad_(flag)
+            weight.grad = None
+        self.model = self._given
+        return self._given
+
+
+def load_tuned(
+    folder: str | Path, base_model: nn.Module | str | Path | None = None, *, dtype: torch.dtype | None = None
+) -> tuple[nn.Module, dict[str, Any]]:
+    """(model, settings) of a folder that `tune` wrote: a whole model, or a LoRA merged into the model it was made for.
+
+    `patch_model(model)` then patches it for the depth that it was tuned for.
+
+    Args:
+        folder: with a model of transformers, or an adapter of peft.
+        base_model: of a LoRA: the model, its folder or name; None: the one that it names itself.
+        dtype: of the weights; None: as saved (float32 for the models that kvspeed ships).
+
+    Returns:
+        The model, in eval mode on the CPU, and `config.kvspeed` ({} where it was tuned for no depth).
+
+    Raises:
+        FileNotFoundError: the folder holds neither.
+        ImportError: peft is missing.
+        ValueError: the LoRA was made for other weights.
+    """
+    from transformers import AutoModelForCausalLM
+
+    folder = Path(folder)
+    if not (folder / _LORA_CONFIG).is_file():
+        if not (folder / "config.json").is_file():
+            raise FileNotFoundError(f"{folder} holds neither a model (config.json) nor a LoRA ({_LORA_CONFIG})")
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype if dtype is not None else "auto")
+        model.config._name_or_path = str(folder)
+    else:
+        peft = _peft()
+        model = base_model if isinstance(base_model, nn.Module) else _base(folder, base_model, dtype)
+        _check_base(folder, model)
+        model = peft.PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
+        model.config._name_or_path = str(folder)
+        remember_spec(model, read_spec(folder))
+    spec = remembered_spec(model)
+    return model.eval(), spec_fields(spec) if spec is not None else {}
+
+
+@contextmanager
+def bfloat16_work(trained: Trained, enabled: bool) -> Iterator[None]:
+    """Products in bfloat16: of frozen layers alone under LoRA, by autocast where the weights themselves are trained."""
+    with ExitStack() as stack:
+        if enabled and trained.method == "lora":
+            stack.enter_context(_frozen_products(trained.model))
+        elif enabled:
+            device = next(trained.model.parameters()).device.type
+            stack.enter_context(torch.autocast(device, dtype=torch.bfloat16))
+        yield
+
+
+@contextmanager
+def _frozen_products(model: nn.Module) -> Iterator[None]:
+    """Frozen linear layers of the decoder with weights and products in bfloat16; trained ones as they are."""
+    layers: Any = base_model(model).layers
+    linears = [
+        part
+        for part in layers.modules()
+        if isinstance(part, nn.Linear) and not part.weight.requires_grad and part.weight.dtype == torch.float32
+    ]
+    before = [part.weight.data for part in linears]
+    try:
+        for part in linears:
+            part.weight.data = part.weight.data.bfloat16()
+            part.forward = partial(_bfloat16_linear, part)  # type: ignore[method-assign]
+        yield
+    finally:
+        for part, weight in zip(linears, before, strict=True):
+            part.weight.data = weight
+            part.__dict__.pop("forward", None)
+
+
+def _bfloat16_linear(part: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    product = nn.functional.linear(x.bfloat16(), part.weight).to(x.dtype)
+    return product if part.bias is None else product + part.bias
+
+
+def _with_lora(model: nn.Module, rank: int, alpha: float, seed: int) -> nn.Module:
+    peft = _peft()
+    names = {
+        name.rpartition(".")[2]
+        for name, part in base_model(model).layers.named_modules()
+        if isinstance(part, nn.Linear)  # type: ignore[union-attr, operator]
+    }
+    config = peft.LoraConfig(
+        r=rank, lora_alpha=alpha, lora_dropout=0.0, bias="none", target_modules=sorted(names), task_type="CAUSAL_LM"
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return peft.get_peft_model(model, config)
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError:
+        raise ImportError("LoRA is done with peft, which is missing; pip install peft, or train all weights") from None
+    return peft
+
+
+def _base(folder: Path, name: nn.Module | str | Path | None, dtype: torch.dtype | None) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    from kvspeed import smollm2, testbed
+
+    if name is None:
+        name = json.loads((folder / _LORA_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if not name:
+        raise ValueError(f"{folder} does not say which model its LoRA is for; give base_model")
+    if str(name) in (testbed.MODEL_NAME, "testbed"):
+        return testbed.load_tuned(dtype=dtype)[0]
+    if str(name) in (smollm2.MODEL_NAME, "smollm2"):
+        return smollm2.load_smollm2(dtype=dtype or torch.float32)[0]
+    return AutoModelForCausalLM.from_pretrained(str(name), dtype=dtype if dtype is not None else "auto")
+
+
+def _check_base(folder: Path, model: nn.Module) -> None:
+    """Refuse a LoRA on other weights than it was made for, where it says so and the dtype lets it be seen."""
+    path = folder / _LORA_NOTES
+    if not path.is_file():
+        return
+    notes = json.loads(path.read_text(encoding="utf-8"))
+    wanted, dtype = notes.get("base_fingerprint"), notes.get("base_dtype")
+    if dtype == str(next(model.parameters()).dtype) and wanted != model_fingerprint(model):
+        raise ValueError(
+            f"the LoRA in {folder} was made for other weights than base_model has; give the model it was tuned from"
+        )
+
+
+def _entry(model: nn.Module) -> Any:
+    return getattr(causal_lm(model).config, "kvspeed", None)
+
+
+def _put_entry(model: nn.Module, entry: Any) -> None:
+    config: Any = causal_lm(model).config
+    if entry is not None:
+        config.kvspeed = entry
+    elif hasattr(config, "kvspeed"):
+        del config.kvspeed
