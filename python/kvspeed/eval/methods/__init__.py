@@ -4,6 +4,6 @@
 from __future__ import annotations
 
 from kvspeed.eval.methods.base import Block, Context, Method, Prepared, decode
-from kvspeed.eval.methods.registry import METHODS, get_method
+from kvspeed.eval.methods.registry import METHODS, SPEED_METHODS, get_method
 
-__all__ = ["METHODS", "Block", "Context", "Method", "Prepared", "decode", "get_method"]
+__all__ = ["METHODS", "SPEED_METHODS", "Block", "Context", "Method", "Prepared", "decode", "get_method"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,6 +61,15 @@ class Method(ABC):
 
     name: str
     shares = True
+
+    def serving(self, context: Context) -> AbstractContextManager[Any]:
+        """The model as this method needs it, inside the block: `prepare`, `first_token` and decoding belong there."""
+        return nullcontext()
+
+    def shared(self, context: Context) -> Method | None:
+        """A method with the same answers that keeps more between questions on the same documents, for those that nobody
+        times; None where there is none."""
+        return None
 
     @abstractmethod
     def prepare(self, context: Context, documents: Sequence[str]) -> Prepared:

@@ -24,6 +24,7 @@ from kvspeed.packet.build import evaluating, max_positions, rope_of
 from kvspeed.packet.prompt import encode
 from kvspeed.patch import state_of
 from kvspeed.rope import float32_rope_buffers
+from kvspeed.rule import SpeedSpec
 from kvspeed.samples import INSTRUCTION, SEPARATOR, document_text
 from kvspeed.segment import Segment
 from kvspeed.speed.prefill import prompt_kv
@@ -75,6 +76,7 @@ class Context:
         adapter: soft tokens for the methods that use packets with an adapter.
         instruction: what stands between the chat template's head and the documents.
         separator: what stands between the last document and the question.
+        swiftkv: SwiftKV's weights for the method that needs them, see `kvspeed.eval.swiftkv`.
         mode: how documents get into a cache where nothing is recomputed: "view" (in place; needs the patch) or "copy";
             None: "view" where the model is patched.
         max_new_tokens: answer tokens to make room for.
@@ -91,6 +93,7 @@ class Context:
         tokenizer: Any,
         *,
         adapter: PacketAdapter | None = None,
+        swiftkv: Any = None,
         instruction: str = INSTRUCTION,
         separator: str = SEPARATOR,
         mode: Literal["view", "copy"] | None = None,
@@ -116,7 +119,7 @@ class Context:
             )
         if adapter is not None:
             adapter.check_model(model)
-        self.model, self.tokenizer, self.adapter = model, tokenizer, adapter
+        self.model, self.tokenizer, self.adapter, self.swiftkv = model, tokenizer, adapter, swiftkv
         self.instruction, self.separator = instruction, separator
         self.chat_template_kwargs = chat_template_kwargs
         self.mode: str = mode or ("view" if state is not None else "copy")
@@ -128,7 +131,7 @@ class Context:
         ).preamble
         self._memory, self._held = memory, 0
         self._kept: OrderedDict[Any, tuple[Any, int]] = OrderedDict()
-        self._preamble: Packet | None = None
+        self._preambles: dict[SpeedSpec | None, Packet] = {}
 
     # ---- what it is ------------------------------------------------------------------------------------------------
 
@@ -202,14 +205,22 @@ class Context:
         return found[0]
 
     @property
+    def spec(self) -> SpeedSpec | None:
+        """How the model is patched now: a method may need it at a depth while it serves."""
+        state = state_of(self.model)
+        return None if state is None else state.spec
+
+    @property
     def preamble(self) -> Packet | None:
-        """The KV of the preamble; None where there is none."""
-        if self._preamble is None and self.preamble_ids:
-            self._preamble = build_preamble(self.model, self.tokenizer, self.preamble_ids)
-        return self._preamble
+        """The KV of the preamble, at the depth that the model is patched to; None where there is none."""
+        if not self.preamble_ids:
+            return None
+        if self.spec not in self._preambles:
+            self._preambles[self.spec] = build_preamble(self.model, self.tokenizer, self.preamble_ids)
+        return self._preambles[self.spec]
 
     def packet(self, text: str, *, adapter: bool = False, press: Any = None) -> Packet:
-        """The packet of a document, with the context's adapter or without.
+        """The packet of a document, with the context's adapter or without, at the depth that the model is patched to.
 
         Raises:
             ValueError: an adapter is asked for and the context has none.
@@ -219,7 +230,7 @@ class Context:
         used = self.adapter if adapter else None
         self.document_ids(text)  # refuses what is no document
         described = None if press is None else repr(sorted(press.describe().items()))
-        key = ("packet", text, used.fingerprint() if used is not None else None, described)
+        key = ("packet", text, used.fingerprint() if used is not None else None, described, self.spec)
         return self.keep(key, lambda: build_packet(self.model, self.tokenizer, document_text(text), used, press=press))
 
     def alone(self, ids: Sequence[int], before: Sequence[int] = ()) -> Block:
@@ -301,6 +312,14 @@ class Context:
         with self.evaluating():
             return self.model(**given).logits[0, -1]
 
+    @torch.no_grad()
+    def forward_unread(self, ids: Sequence[int], cache: KVCache) -> torch.Tensor:
+        """The model on `ids` for the KV they leave; nothing of worth is returned, as the prompt goes on after them."""
+        given = {"input_ids": torch.tensor([list(ids)], device=self.device), cache_argument(self.base): cache}
+        with self.evaluating():
+            self.base(use_cache=True, **given)
+        return torch.empty(0)
+
     def evaluating(self) -> AbstractContextManager[None]:
         """The model without dropout inside the block; nothing to do, and no time spent, where it is in eval mode."""
         return evaluating(self.model) if self.model.training else nullcontext()
@@ -309,6 +328,8 @@ class Context:
 def _bytes_of(value: Any) -> int:
     if isinstance(value, Packet):
         return value.kv_bytes
+    if isinstance(value, KVCache):
+        return value.allocated_bytes()
     if isinstance(value, Block):
         return value.bytes
     if isinstance(value, torch.Tensor):

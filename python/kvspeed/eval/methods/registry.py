@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from kvspeed.eval.methods.a3 import A3
 from kvspeed.eval.methods.base import Method
@@ -16,10 +16,13 @@ from kvspeed.eval.methods.full import Full
 from kvspeed.eval.methods.nocache import NoCache
 from kvspeed.eval.methods.none import NoRecompute
 from kvspeed.eval.methods.packet import PacketMethod
+from kvspeed.eval.methods.pop import Pop
 from kvspeed.eval.methods.samkv import SamKV
 from kvspeed.eval.methods.sink import Sink
+from kvspeed.eval.methods.speed import FullModel, PacketSpeed, Speed
+from kvspeed.eval.methods.swiftkv import SwiftKVMethod
 
-__all__ = ["METHODS", "get_method"]
+__all__ = ["METHODS", "SPEED_METHODS", "get_method"]
 
 # Name -> how to make it. A name that ends in "<n>" stands for one of each whole number, which its maker is given.
 METHODS: dict[str, Callable[..., Method]] = {
@@ -42,20 +45,39 @@ METHODS: dict[str, Callable[..., Method]] = {
 }
 
 
-def get_method(name: str) -> Method:
+# Those of `kvspeed eval speed`: the whole prompt is computed for every question, by all but the packets.
+SPEED_METHODS: dict[str, Callable[..., Method]] = {
+    "full": FullModel,
+    "speed-<n>": Speed,
+    "speed-<n>-noanchor": lambda k: Speed(k, anchor_tokens=0),
+    "selfonly-<n>": lambda k: Speed(k, upper_attention="self"),
+    "cut-<n>": Speed,
+    "swiftkv-<n>": SwiftKVMethod,
+    "swiftkv-<n>-share<n>": SwiftKVMethod,
+    "pop-<n>": Pop,
+    "packet": PacketMethod,
+    "packet+speed-<n>": PacketSpeed,
+}
+
+
+def get_method(name: str, known: Mapping[str, Callable[..., Method]] = METHODS) -> Method:
     """The method called `name`, e.g. "packet" or "cacheblend-10".
+
+    Args:
+        name: of one of `known`.
+        known: `METHODS`, or `SPEED_METHODS`.
 
     Raises:
         ValueError: there is none of this name, or its number is out of range.
     """
     if not isinstance(name, str):
         raise TypeError(f"method: expected a name, got {type(name).__name__}")
-    if name in METHODS and "<n>" not in name:
-        return METHODS[name]()
-    for pattern, make in METHODS.items():
+    if name in known and "<n>" not in name:
+        return known[name]()
+    for pattern, make in known.items():
         found = re.fullmatch(re.escape(pattern).replace("<n>", r"(\d{1,6})"), name)
         if "<n>" in pattern and found:
-            method = make(int(found[1]))
+            method = make(*map(int, found.groups()))
             method.name = name
             return method
-    raise ValueError(f"method: {name!r} is not known; known are {', '.join(METHODS)} (<n>: a number)")
+    raise ValueError(f"method: {name!r} is not known; known are {', '.join(known)} (<n>: a number)")
