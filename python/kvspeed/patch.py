@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -108,6 +108,7 @@ def patch_model(
     boundary: str = "transient",
     upper_attention: str = "causal",
     turns: str = "keep",
+    deep_layers: Iterable[int] | None = None,
 ) -> nn.Module:
     """Make `model` use kvspeed: its kernels and caches, and SPEED where `k` is given. A new patch replaces an old one.
 
@@ -125,6 +126,9 @@ def patch_model(
         upper_attention: "causal", or "self" (the paper's SelfOnly ablation: anchors and itself only).
         turns: "keep": answers of earlier turns stay deep; "reset": a new turn starts as if the conversation were
             encoded afresh. A turn's last answer token, sampled but not yet cached, is prompt of the next turn in both.
+        deep_layers: instead of `k`, the layers that are what those from k on are otherwise: any of 1 .. L-1, not only
+            the last ones. Prompt tokens pass such a layer by unchanged and go on in the next. Layers above it see what
+            the last prompt token and answers were in it, so that turns="reset" is refused; packets are as well.
 
     Returns:
         `model` itself.
@@ -134,7 +138,7 @@ def patch_model(
     """
     architecture(model)
     layers = len(base_model(model).layers)  # type: ignore[arg-type]
-    spec = _spec(k, layers, anchor_tokens, boundary, upper_attention, turns)
+    spec = _spec(k, layers, anchor_tokens, boundary, upper_attention, turns, deep_layers)
     unpatch_model(model)
     state = PatchState(model, spec)
     _install(model, state)
@@ -205,13 +209,38 @@ def patched(model: nn.Module, spec: SpeedSpec | None = None, *, force: bool = Fa
 
 
 def _spec(
-    k: int | None, layers: int, anchor_tokens: int, boundary: str, upper_attention: str, turns: str
+    k: int | None,
+    layers: int,
+    anchor_tokens: int,
+    boundary: str,
+    upper_attention: str,
+    turns: str,
+    deep_layers: Iterable[int] | None,
 ) -> SpeedSpec | None:
+    gaps: tuple[int, ...] = ()
     depth = layers if k is None else k
-    spec = SpeedSpec(depth, anchor_tokens, boundary, upper_attention, turns)
+    if deep_layers is not None:
+        if k is not None:
+            raise ValueError(f"k is {k} and deep_layers were given too; they say the same thing, so give one of them")
+        depth, gaps = _depth_and_gaps(deep_layers, layers)
+    spec = SpeedSpec(depth, anchor_tokens, boundary, upper_attention, turns, gaps)
     if depth > layers:
         raise ValueError(f"k is {k} and the model has {layers} layers; give 1 to {layers}, or None for all")
-    return spec if depth < layers else None
+    return spec if depth < layers or gaps else None
+
+
+def _depth_and_gaps(deep_layers: Iterable[int], layers: int) -> tuple[int, tuple[int, ...]]:
+    """The depth that prompts go to, and the layers below it that they pass by."""
+    given = list(deep_layers)
+    for layer in given:
+        if isinstance(layer, bool) or not isinstance(layer, int):
+            raise TypeError(f"deep_layers hold {layer!r} ({type(layer).__name__}); they must be ints")
+        if not 0 < layer < layers or given.count(layer) > 1:
+            raise ValueError(
+                f"deep_layers hold {layer}; give layers from 1 to {layers - 1}, each once (layer 0 sees every prompt)"
+            )
+    depth = max(layer for layer in range(layers) if layer not in given) + 1
+    return depth, tuple(sorted(layer for layer in given if layer < depth))
 
 
 def _install(model: nn.Module, state: PatchState) -> None:
@@ -234,8 +263,12 @@ def _install(model: nn.Module, state: PatchState) -> None:
     add(base.register_forward_hook(hooks.stack_post_hook, with_kwargs=True, always_call=True))
     if state.spec is not None:
         base.layers.__class__ = hooks.DepthList
-        for layer in list(base.layers)[state.spec.k :]:
-            add(layer.register_forward_pre_hook(hooks.layer_pre_hook, with_kwargs=True))
+        for index in state.spec.deep_layers(state.layers):
+            add(base.layers[index].register_forward_pre_hook(hooks.layer_pre_hook, with_kwargs=True))
+        if state.spec.gaps:
+            add(base.layers[0].register_forward_hook(hooks.first_layer_hook, with_kwargs=True))
+        for index in state.spec.gaps:
+            add(base.layers[index].register_forward_hook(hooks.gap_post_hook, with_kwargs=True))
         if inner is not base:
             add(inner.register_forward_pre_hook(hooks.lm_pre_hook, with_kwargs=True))
     if hasattr(inner, "generate"):
@@ -251,4 +284,5 @@ def _describe(spec: SpeedSpec | None) -> str:
     return (
         f"k={spec.k}, anchor_tokens={spec.anchor_tokens}, boundary={spec.boundary!r}, "
         f"upper_attention={spec.upper_attention!r}, turns={spec.turns!r}"
+        + (f", gaps at layers {list(spec.gaps)}" if spec.gaps else "")
     )
