@@ -1,9 +1,9 @@
 # Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
 """The depth and rule that a model was tuned for, kept where the model is.
 
-A tuned model says so in its config, `config.kvspeed`, a dictionary of `SpeedSpec`'s fields: transformers saves and loads it
-with the weights, and `patch_model(model)` reads it. A PEFT adapter is saved without the model's config: it gets a file
-beside its own, `kvspeed.json`, of the same fields.
+A tuned model says so in its config, `config.kvspeed`, a dictionary of `SpeedSpec`'s fields: transformers saves and
+loads it with the weights, and `patch_model(model)` reads it. A PEFT adapter is saved without the model's config: it
+gets a file beside its own, `kvspeed.json`, of the same fields.
 
     remember_spec(model, SpeedSpec(k=22)); model.save_pretrained(folder)     # a whole model
     remember_spec(model, SpeedSpec(k=22)); peft_model.save_pretrained(folder); write_spec(folder, SpeedSpec(k=22))
@@ -116,6 +116,7 @@ def spec_of_fields(fields: Any, where: str) -> SpeedSpec:
             f"{where} is {fields!r:.80}, and not a dictionary with k, anchor_tokens, boundary, ...: {hint}"
         )
     try:
-        return SpeedSpec(**fields)
+        gaps = fields.get("gaps", ())  # a list in JSON
+        return SpeedSpec(**{**fields, "gaps": tuple(gaps) if isinstance(gaps, list) else gaps})
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where} is no depth and rule of SPEED ({error}); {hint}") from None
