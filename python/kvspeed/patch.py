@@ -29,7 +29,7 @@ __all__ = ["PatchState", "asking", "at_depth", "patch_model", "patched", "state_
 
 def patch_model(
     model: nn.Module,
-    k: int | None = None,
+    k: int | str | None = None,
     *,
     anchor_tokens: int | None = None,
     boundary: str | None = None,
@@ -37,6 +37,9 @@ def patch_model(
     turns: str | None = None,
     deep_layers: Iterable[int] | None = None,
     k_by_task: ByTask | None = None,
+    tokenizer: Any = None,
+    calibration: Iterable[Any] | None = None,
+    budget: float | None = None,
 ) -> nn.Module:
     """Make `model` use kvspeed: its kernels and caches, and SPEED where `k` is given. A new patch replaces an old one.
 
@@ -52,7 +55,9 @@ def patch_model(
 
     Args:
         model: a causal LM of transformers (see `kvspeed.models.ARCHITECTURES`), bare or wrapped by PEFT.
-        k: layers that see the whole prompt, 1 .. L; L: all of them, and the logits are the unpatched model's.
+        k: layers that see the whole prompt, 1 .. L; L: all of them, and the logits are the unpatched model's. "auto":
+            the depth that keeps the score on `calibration`, chosen once and kept in the model's config; see
+            `kvspeed.speed.auto`.
         anchor_tokens: first tokens of the sequence that live in every layer; 0 for SPEED without anchor.
         boundary: "transient": the last prompt token leaves nothing above k once it has predicted the first answer;
             "keep": later answer tokens see it there.
@@ -63,14 +68,17 @@ def patch_model(
             the last ones. Prompt tokens pass such a layer by unchanged and go on in the next. Layers above it see what
             the last prompt token and answers were in it, so that turns="reset" is refused; packets are as well.
         k_by_task: how deep requests go that name their task: a mapping (its key "*" is for tasks it does not name) or a
-            function from task to depth.
+            function from task to depth. With k="auto", those that were found for the tasks of `calibration`.
+        tokenizer: with k="auto", the model's tokenizer, which is needed where a depth must be chosen.
+        calibration: with k="auto", samples (`kvspeed.Sample`) of every kind of task, to choose by.
+        budget: with k="auto", how much of a task's score may be lost, 0 .. 1; 0.02 where nothing is said.
 
     Returns:
         `model` itself.
 
     Raises:
-        TypeError, ValueError: an argument is out of range, the architecture is not known, or the config's entry is
-            damaged; nothing is changed then.
+        TypeError, ValueError: an argument is out of range, the architecture is not known, the config's entry is
+            damaged, or no depth can be chosen; nothing is changed then.
     """
     architecture(model)
     layers = len(base_model(model).layers)  # type: ignore[arg-type]
@@ -82,8 +90,15 @@ def patch_model(
         "turns": turns,
         "deep_layers": deep_layers,
     }
-    rule = _rule(model, layers, {name: value for name, value in given.items() if value is not None})
     by_task = checked_by_task(k_by_task, layers)
+    if k == "auto":
+        rule, chosen = _chosen(model, layers, given, tokenizer, calibration, budget)
+        by_task = by_task if by_task is not None else chosen
+    else:
+        for name, value in (("tokenizer", tokenizer), ("calibration", calibration), ("budget", budget)):
+            if value is not None:
+                raise ValueError(f'{name} was given and k is {k!r}; it is for k="auto", so give that or leave it out')
+        rule = _rule(model, layers, {name: value for name, value in given.items() if value is not None})
     unpatch_model(model)
     state = PatchState(model, rule, by_task)
     _install(model, state)
@@ -165,6 +180,25 @@ def _rule(model: nn.Module, layers: int, given: dict[str, Any]) -> SpeedSpec:
     if rule.k > layers:
         raise ValueError(f"k is {rule.k} and the model has {layers} layers; give 1 to {layers}, or None for all")
     return rule
+
+
+def _chosen(
+    model: nn.Module,
+    layers: int,
+    given: dict[str, Any],
+    tokenizer: Any,
+    calibration: Iterable[Any] | None,
+    budget: float | None,
+) -> tuple[SpeedSpec, dict[str, int]]:
+    """The rule with the depth that is chosen for `model`, and depths by task."""
+    from kvspeed.speed.auto import automatic  # it stands on this module
+
+    if given["deep_layers"] is not None:
+        raise ValueError('k is "auto" and deep_layers were given too; only a depth can be chosen, so give one of them')
+    fixed = {name: value for name, value in given.items() if value is not None and name != "k"}
+    rule = replace(_rule(model, layers, fixed), gaps=())
+    choice = automatic(model, rule, tokenizer, calibration, budget)
+    return replace(rule, k=choice.k), choice.k_by_task()
 
 
 def _depth_and_gaps(deep_layers: Iterable[int], layers: int) -> tuple[int, tuple[int, ...]]:
