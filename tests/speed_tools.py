@@ -81,8 +81,19 @@ def windows(model: torch.nn.Module) -> list[int | None]:
 
 
 @contextlib.contextmanager
-def masked(model: torch.nn.Module, mask: torch.Tensor, k: int = K) -> Iterator[None]:
-    """The layers >= k of an unpatched `model` use `mask`, bool `[T, T]` or `[B, T, T]`, windows cut out by position."""
+def masked(
+    model: torch.nn.Module,
+    mask: torch.Tensor,
+    k: int = K,
+    *,
+    deep: list[int] | None = None,
+    columns: torch.Tensor | None = None,
+) -> Iterator[None]:
+    """The layers >= k (or those named by `deep`) of an unpatched `model` use `mask`, bool `[T, T]` or `[B, T, T]`.
+
+    Windows are cut out of it by position. Tokens that are not among `columns`, bool `[T]` or `[B, T]`, leave those
+    layers as they came.
+    """
     base = decoder(model)
     assert "_kvspeed" not in base.__dict__, "the oracle needs an unpatched model"
     mask = mask if mask.ndim == 3 else mask[None]
@@ -98,16 +109,27 @@ def masked(model: torch.nn.Module, mask: torch.Tensor, k: int = K) -> Iterator[N
             own = torch.zeros(own.shape, dtype=dtype).masked_fill(~own, torch.finfo(dtype).min)
         return args, {**kwargs, "attention_mask": own}
 
+    def put(layer: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        hidden = output[0] if isinstance(output, tuple) else output
+        hidden = torch.where(columns[..., None], hidden, args[0] if args else kwargs["hidden_states"])
+        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
     handles = []
-    for index, window in list(enumerate(windows(model)))[k:]:
+    for index, window in enumerate(windows(model)):
+        if index not in deep if deep is not None else index < k:
+            continue
         call = functools.partial(hook, index=index, window=window)
         handles.append(base.layers[index].register_forward_pre_hook(call, with_kwargs=True))
+        if columns is not None:
+            handles.append(base.layers[index].register_forward_hook(put, with_kwargs=True))
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-    assert len(ran) >= len(handles), "the oracle's mask reached too few layers"
+    assert len(ran) >= (len(handles) if columns is None else len(handles) // 2), (
+        "the oracle's mask reached too few layers"
+    )
 
 
 @torch.no_grad()

@@ -59,7 +59,7 @@ def attention_forward(
     window, softcap = kwargs.get("sliding_window"), kwargs.get("softcap") or 0.0
     if plan is not None:
         index: int = module.layer_idx  # type: ignore[assignment]
-        if plan.deep is not None and index >= plan.deep.spec.k:
+        if plan.deep is not None and plan.deep.spec.is_deep(index):
             out = _deep(plan, plan.deep, index, query, key, value, scale, softcap, window, dropout)
             return out.transpose(1, 2).contiguous(), None
         if plan.cache is not None and plan.cache.observe is not None:

@@ -58,12 +58,12 @@ class KVCache(DynamicCache):
         self._first: tuple[torch.Tensor, dict[tuple[torch.device, int], torch.Tensor]] | None = None
 
     def _effective(self, spec: SpeedSpec | None) -> SpeedSpec | None:
-        return spec if spec is not None and spec.k < self.num_layers else None
+        return spec if spec is not None and spec.deep_layers(self.num_layers) else None
 
     @property
     def depth(self) -> int:
-        """Layers that hold every token: k under SPEED, else all."""
-        return self.spec.k if self.spec is not None else self.num_layers
+        """How many layers hold every token: under SPEED k, less its gaps, else all."""
+        return len(self._shallow())
 
     def layer(self, index: int) -> SegmentLayer:
         """The KV of layer `index`."""
@@ -86,6 +86,7 @@ class KVCache(DynamicCache):
             ValueError: the wrong number of layers, or the cache is not empty.
         """
         self._check_empty("set_segments")
+        self._check_no_gaps()
         if len(per_layer) != self.depth:
             raise ValueError(f"per_layer has {len(per_layer)} layers; this cache keeps prompts in {self.depth} layers")
         for layer, segments in zip(self._layers(), per_layer, strict=False):
@@ -100,6 +101,7 @@ class KVCache(DynamicCache):
         cannot have that, since their queries ask for the position of every token.
         """
         self._check_empty("set_storage")
+        self._check_no_gaps()
         if keys.shape[0] != self.depth or values.shape[0] != self.depth:
             raise ValueError(
                 f"keys, values have {keys.shape[0]} and {values.shape[0]} layers; this cache keeps prompts in "
@@ -113,6 +115,7 @@ class KVCache(DynamicCache):
         """SPEED: the KV of the first tokens in each layer >= k, `[1, H_kv, anchor_tokens, D]` a layer (copied)."""
         if self.spec is None:
             raise ValueError("this cache has no SPEED depth, so it takes no anchor")
+        self._check_no_gaps()
         if len(keys) != self.num_layers - self.spec.k:
             raise ValueError(f"keys have {len(keys)} layers; the anchor lives in {self.num_layers - self.spec.k}")
         for index, layer in enumerate(self._layers()[self.spec.k :]):
@@ -123,9 +126,9 @@ class KVCache(DynamicCache):
     def reserve(self, positions: int, answers: int | None = None) -> None:
         """Make room for `positions` in the layers that hold prompts, and for `answers` tokens in those that do not."""
         for index, layer in enumerate(self._layers()):
-            if index < self.depth:
+            if self.spec is None or not self.spec.is_deep(index):
                 layer.reserve(positions - layer.prefix - layer.removed)
-            elif self.spec is not None:
+            else:
                 anchors = min(self.spec.anchor_tokens, positions)
                 layer.reserve(layer.length + anchors + 1 + (positions if answers is None else answers))
 
@@ -163,7 +166,7 @@ class KVCache(DynamicCache):
 
     def start_forward(self, plan: Any) -> None:
         """A patched model's forward begins: `plan` says what it appends."""
-        for layer in self._layers()[: self.depth]:
+        for layer in self._shallow():
             layer.forget()  # now, so that going back, here or by `crop` after the forward, is a matter of lengths
         self.plan, self._before = plan, [layer.length for layer in self._layers()]
 
@@ -207,7 +210,7 @@ class KVCache(DynamicCache):
                     'this cache reads packets in place (mode="view"), which needs the patched model: call '
                     'kvspeed.patch_model(model) first, or assemble with mode="copy"'
                 )
-        elif self.spec is not None and layer_idx >= self.spec.k:
+        elif self.spec is not None and self.spec.is_deep(layer_idx):
             return self.plan.deep.store(layer, key_states, value_states)
         return layer.update(key_states, value_states)
 
@@ -215,7 +218,11 @@ class KVCache(DynamicCache):
         return self._layers()[layer_idx].get_seq_length()
 
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
-        return self._layers()[min(layer_idx, self.depth - 1)].get_mask_sizes(query_length)
+        layer = self._layers()[layer_idx]
+        if self.spec is not None and self.spec.is_deep(layer_idx):  # transformers asks the first layer of each kind
+            alike = [other for other in self._shallow() if other.window == layer.window]
+            layer = (alike or self._shallow())[-1]
+        return layer.get_mask_sizes(query_length)
 
     def crop(self, max_length: int) -> None:
         """Keep the first `max_length` tokens; zero or a negative number removes that many from the end."""
@@ -226,9 +233,9 @@ class KVCache(DynamicCache):
         if target <= 0 and self._layers()[0].prefix == 0:
             self.reset()
             return
-        for layer in self._layers()[: self.depth]:
+        for layer in self._shallow():
             layer.check_crop(target)
-        for layer in self._layers()[: self.depth]:
+        for layer in self._shallow():
             layer.crop(target)
         self._keep_deep([slot for slot in self.deep_slots if slot < target])
 
@@ -288,6 +295,22 @@ class KVCache(DynamicCache):
     def _layers(self) -> list[SegmentLayer]:
         return self.layers  # type: ignore[return-value]
 
+    def _shallow(self) -> list[SegmentLayer]:
+        """The layers that hold every token."""
+        if self.spec is None:
+            return self._layers()
+        layers = self._layers()[: self.spec.k]
+        return (
+            [layer for index, layer in enumerate(layers) if index not in self.spec.gaps] if self.spec.gaps else layers
+        )
+
+    def _check_no_gaps(self) -> None:
+        if self.spec is not None and self.spec.gaps:
+            raise ValueError(
+                f"packets hold the layers below a depth k without gaps, and this cache leaves out the layers "
+                f"{list(self.spec.gaps)}; patch the model with k instead of deep_layers, or compute the prompt"
+            )
+
     def _rows(self) -> int:
         for layer in self._layers():
             if layer._key is not None:
@@ -311,7 +334,8 @@ class KVCache(DynamicCache):
         self.deep_slots = slots
         self.anchor_only &= set(slots)
         if self.spec is not None:
-            for layer in self._layers()[self.spec.k :]:
+            for index in self.spec.deep_layers(self.num_layers):
+                layer = self.layer(index)
                 layer.length = min(layer.length, self.anchor_area + len(slots))
 
 

@@ -21,6 +21,7 @@ from kvspeed.packet import assemble, build_preamble
 from kvspeed.patch import patch_model, patched, state_of, unpatch_model
 from kvspeed.rule import SpeedSpec, speed_mask
 from kvspeed.speed.prefill import prompt_kv
+from kvspeed.state import PatchState
 
 __all__ = ["Check", "VerifyReport", "verify"]
 
@@ -117,22 +118,22 @@ def verify(model: nn.Module, tokenizer: Any = None) -> VerifyReport:
     finally:
         inner.train(training)
         if before is not None:
-            _restore(model, spec)
+            _restore(model, before)
     return report
 
 
-def _restore(model: nn.Module, spec: SpeedSpec | None) -> None:
-    if spec is None:
-        patch_model(model, len(base_model(model).layers))  # type: ignore[arg-type]
-    else:
-        patch_model(
-            model,
-            spec.k,
-            anchor_tokens=spec.anchor_tokens,
-            boundary=spec.boundary,
-            upper_attention=spec.upper_attention,
-            turns=spec.turns,
-        )
+def _restore(model: nn.Module, before: PatchState) -> None:
+    rule = before.rule
+    patch_model(
+        model,
+        None if rule.gaps else rule.k,
+        anchor_tokens=rule.anchor_tokens,
+        boundary=rule.boundary,
+        upper_attention=rule.upper_attention,
+        turns=rule.turns,
+        deep_layers=rule.deep_layers(before.layers) if rule.gaps else None,
+        k_by_task=before.k_by_task,
+    )
 
 
 def _shift(model: nn.Module, ids: torch.Tensor) -> float:
@@ -186,14 +187,17 @@ def _speed(model: nn.Module, ids: torch.Tensor, spec: SpeedSpec | None) -> float
         boundary=spec.boundary,
         upper_attention=spec.upper_attention,
     )
-    with _masked(model, spec.k, mask):
+    columns = torch.ones(mask.shape[0], dtype=torch.bool)
+    columns[spec.anchor_tokens : ids.shape[1] - 1] = False
+    with _masked(model, spec.deep_layers(layers), mask, columns):
         expected = causal_lm(model)(input_ids=result.sequences, use_cache=False).logits
     return _error(torch.stack(result.logits, 1), expected[:, ids.shape[1] - 1 : -1])
 
 
 @contextmanager
-def _masked(model: nn.Module, k: int, mask: torch.Tensor) -> Iterator[None]:
-    """The unpatched model with `mask` (bool [T, T]) in the layers >= k, sliding windows kept."""
+def _masked(model: nn.Module, deep: list[int], mask: torch.Tensor, columns: torch.Tensor) -> Iterator[None]:
+    """The unpatched model with `mask` (bool [T, T]) in `deep` layers, sliding windows kept; tokens that are not among
+    `columns` (bool [T]) pass those layers by."""
     base: Any = base_model(model)
     eager = base.config._attn_implementation == "eager"
     distance = torch.arange(mask.shape[0])[:, None] - torch.arange(mask.shape[0])[None]
@@ -206,7 +210,16 @@ def _masked(model: nn.Module, k: int, mask: torch.Tensor) -> Iterator[None]:
             seen = torch.zeros(seen.shape, dtype=weight.dtype).masked_fill(~seen, torch.finfo(weight.dtype).min)
         return args, {**kwargs, "attention_mask": seen[None, None].to(weight.device)}
 
-    handles = [layer.register_forward_pre_hook(hook, with_kwargs=True) for layer in list(base.layers)[k:]]
+    def put(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        before = args[0] if args else kwargs["hidden_states"]
+        hidden = output[0] if isinstance(output, tuple) else output
+        hidden = torch.where(columns.to(hidden.device)[:, None], hidden, before)
+        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+    handles = []
+    for layer in [base.layers[index] for index in deep]:
+        handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
+        handles.append(layer.register_forward_hook(put, with_kwargs=True))
     try:
         yield
     finally:

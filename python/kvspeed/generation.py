@@ -13,6 +13,7 @@ from transformers.generation import GenerationMixin
 
 from kvspeed.cache import KVCache
 from kvspeed.hooks import PROMPT_END
+from kvspeed.state import at_depth
 
 __all__ = ["generate", "prepare_inputs", "slices_inputs", "undo_of"]
 
@@ -27,6 +28,9 @@ _MAX_RESERVE = 4096  # answer tokens; a cache grows beyond
 def generate(self: Any, inputs: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
     """transformers' `generate` under kvspeed's patch; the same arguments and results.
 
+    Two arguments are kvspeed's own: `k`, how deep this request goes, or `task`, whose depth is in the `k_by_task` of
+    `patch_model`. A request that carries a cache on must ask for the depth at which that was made.
+
     Without a cache in the arguments it makes a `KVCache`, which is returned where `generate` returns caches and carries
     a conversation on. Under SPEED all tokens given are prompt.
 
@@ -34,6 +38,10 @@ def generate(self: Any, inputs: torch.Tensor | None = None, *args: Any, **kwargs
         ValueError: under SPEED, a cache that cannot hold different tokens in different layers (static, quantised,
             offloaded), one made under another k, or no new token.
     """
+    k, task = kwargs.pop("k", None), kwargs.pop("task", None)
+    if k is not None or task is not None:
+        with at_depth(self, k, task=task):
+            return generate(self, inputs, *args, **kwargs)
     state = self._kvspeed
     spec = state.spec
     names = [name for name in ("cache", "past_key_values") if kwargs.get(name) is not None]

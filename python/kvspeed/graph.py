@@ -318,7 +318,7 @@ def _deep_step(spec: SpeedSpec, cache: KVCache, past: int, steps: int, device: t
     assert cache.prompt_end is not None
     plan = plan_deep(spec, cache, past, 1, cache.prompt_end, cache.padding)
     assert plan.whole and plan.kept == 1
-    layers = [cache.layer(index) for index in range(spec.k, cache.num_layers)]
+    layers = [cache.layer(index) for index in spec.deep_layers(cache.num_layers)]
     now = plan.keys()
     count = now.slot.shape[1] - 1  # keys that are there; the column is the last one
     masked = not plan.plain or any(layer.window is not None for layer in layers)

@@ -17,14 +17,24 @@ from transformers.cache_utils import Cache
 
 from kvspeed.cache import KVCache
 from kvspeed.plan import Plan, labelled_rows, plan_deep
+from kvspeed.rule import SpeedSpec
 
-__all__ = ["PROMPT_END", "DepthList", "layer_pre_hook", "lm_pre_hook", "stack_post_hook", "stack_pre_hook"]
+__all__ = [
+    "PROMPT_END",
+    "DepthList",
+    "first_layer_hook",
+    "gap_post_hook",
+    "layer_pre_hook",
+    "lm_pre_hook",
+    "stack_post_hook",
+    "stack_pre_hook",
+]
 
 # Where the prompt ends in a `generate` that runs without a cache; with one, the cache knows.
 PROMPT_END: ContextVar[int | None] = ContextVar("kvspeed_prompt_end", default=None)
 
-# How many layers the forward that runs in this thread has work for; None: all.
-_DEPTH: ContextVar[int | None] = ContextVar("kvspeed_depth", default=None)
+# The rule of the forward that runs in this thread, where it has no work for the deep layers; None: all layers run.
+_SHALLOW: ContextVar[SpeedSpec | None] = ContextVar("kvspeed_shallow", default=None)
 
 _BARE = (
     "a model patched with k={k} of {n} layers was called without saying where the prompt ends; call model.generate, "
@@ -37,19 +47,40 @@ class DepthList(nn.ModuleList):
 
     A slice, which is how every known decoder walks its layers, ends at the depth that the running forward needs, so
     that a chunk of a prompt without deep columns never enters the layers >= k (attention modules cannot take zero
-    tokens). Nothing shared is changed: other threads see all layers.
+    tokens). Gaps are filled, since decoders count the layers of a slice. Nothing shared is changed: other threads see
+    all layers.
     """
 
     def __getitem__(self, index: Any) -> Any:
-        depth = _DEPTH.get()
-        if isinstance(index, slice) and depth is not None:
-            return nn.ModuleList(list(self._modules.values())[:depth][index])
+        spec = _SHALLOW.get()
+        if isinstance(index, slice) and spec is not None:
+            layers: list[Any] = list(self._modules.values())[: spec.k]
+            for gap in spec.gaps:
+                layers[gap] = _PassedBy(layers[gap])
+            return nn.ModuleList(layers[index])
         return super().__getitem__(index)
+
+
+class _PassedBy(nn.Module):
+    """In place of a layer that no token of the forward runs through."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["passed"] = layer  # no child: it has a parent
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["passed"], name)  # decoders ask for its kind of attention
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return (hidden_states, None) if kwargs["kvspeed_plan"].deep.tuples else hidden_states
 
 
 def lm_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Training: choose the deep columns from the labels, and give the loss the labels of those columns."""
     state: Any = module._kvspeed
+    spec: SpeedSpec | None = state.spec
+    if spec is None:
+        return None
     kwargs = _as_keywords(module, args, kwargs)
     labels = kwargs.get("labels")
     if labels is None:
@@ -72,9 +103,11 @@ def lm_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
             "position_ids restart within a row (packed sequences), which SPEED does not support; give one sequence "
             "a row"
         )
-    deep, labels = labelled_rows(state.spec, labels, mask)
+    deep, labels = labelled_rows(spec, labels, mask)
     plan = Plan(cache=None, past=0, padding=None, plain_mask=True, kernels=False, deep=deep)
-    kwargs.update(labels=labels.to(kwargs["labels"].device), kvspeed_plan=plan, use_cache=False)
+    kwargs.update(kvspeed_plan=plan, use_cache=False)
+    if spec.k < state.layers:  # else the last layer takes all tokens, and so does the loss
+        kwargs["labels"] = labels.to(kwargs["labels"].device)
     kwargs.pop(state.cache_name, None)
     return (), kwargs
 
@@ -82,16 +115,17 @@ def lm_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 def stack_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Plan the forward of the decoder stack."""
     state: Any = module._kvspeed
-    _DEPTH.set(None)
+    spec: SpeedSpec | None = state.spec
+    _SHALLOW.set(None)
     state.keep_frequencies()
     kwargs = _as_keywords(module, args, kwargs)
     if kwargs.get("kvspeed_plan") is not None:
         return (), kwargs
     cache = kwargs.get(state.cache_name)
     if not isinstance(cache, KVCache):
-        if state.spec is None:
+        if spec is None:
             return (), kwargs
-        _refuse_cache(cache, state.spec.k, len(module.layers))  # type: ignore[arg-type]
+        _refuse_cache(cache, spec.k, len(module.layers))  # type: ignore[arg-type]
         cache = None
     tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
     if tokens is None:
@@ -100,23 +134,23 @@ def stack_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         state.check_cache(cache)
     past = cache.get_seq_length() if cache is not None else 0
     prompt_end = cache.prompt_end if cache is not None else PROMPT_END.get()
-    if state.spec is not None and prompt_end is None:
-        raise ValueError(_BARE.format(k=state.spec.k, n=len(module.layers)))  # type: ignore[arg-type]
+    if spec is not None and prompt_end is None:
+        raise ValueError(_BARE.format(k=spec.k, n=len(module.layers)))  # type: ignore[arg-type]
     padding, plain = _padding(cache, kwargs.get("attention_mask"), tokens.shape[1])
-    if state.spec is not None and not plain:
+    if spec is not None and not plain:
         raise ValueError(
             "attention_mask hides tokens that are not left padding, which SPEED does not support; pad on the left "
             "(tokenizer.padding_side = 'left') and give a 2-D mask [batch, tokens]"
         )
-    if state.spec is not None:
+    if spec is not None:
         prefix = cache.assembled if cache is not None else 0
         _check_places(past, prefix, tokens.shape[1], padding, kwargs.get("attention_mask"), kwargs.get("position_ids"))
     wants_weights = kwargs.get("output_attentions") or getattr(module.config, "output_attentions", False)
     plan = Plan(cache=cache, past=past, padding=padding, plain_mask=plain, kernels=plain and not wants_weights)
-    if state.spec is not None and prompt_end is not None:
-        plan.deep = plan_deep(state.spec, cache, past, tokens.shape[1], prompt_end, padding)
+    if spec is not None and prompt_end is not None:
+        plan.deep = plan_deep(spec, cache, past, tokens.shape[1], prompt_end, padding)
         if plan.deep.columns == 0:
-            _DEPTH.set(state.spec.k)
+            _SHALLOW.set(spec)
     if cache is not None:
         cache.start_forward(plan)
     kwargs["kvspeed_plan"] = plan
@@ -125,23 +159,29 @@ def stack_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 def stack_post_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """Make the forward's KV count, or forget it when the forward failed."""
-    _DEPTH.set(None)
+    _SHALLOW.set(None)
     cache = kwargs.get(module._kvspeed.cache_name)  # type: ignore[union-attr, arg-type]
     if isinstance(cache, KVCache) and cache.plan is not None:
         cache.end_forward(completed=output is not None)
 
 
 def layer_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Layers >= k: the first one takes the deep columns out of the hidden states; all see them at their own places."""
+    """Deep layers: the first from k on, and each in a gap, takes the deep columns out of the hidden states; all of them
+    see the columns at their own places.
+    """
     plan: Plan | None = kwargs.get("kvspeed_plan")
     if plan is None or plan.deep is None:
         return None
     deep = plan.deep
+    layer: int = module.self_attn.layer_idx  # type: ignore[union-attr, assignment]
+    if not deep.spec.is_deep(layer):
+        return None  # the hook is there for requests that go less deep
     hidden = args[0] if args else kwargs["hidden_states"]
     batch = hidden.shape[0]
     kwargs = dict(kwargs)
-    if module.self_attn.layer_idx == deep.spec.k:  # type: ignore[union-attr]
-        hidden = deep.gather(hidden, batch)
+    if layer <= deep.spec.k:
+        # A layer in a gap gives back what it took by itself: gradient checkpointing runs single layers again.
+        hidden = deep.gather(hidden, batch) if layer == deep.spec.k else deep.take(hidden)
         if args:
             args = (hidden, *args[1:])
         else:
@@ -153,6 +193,23 @@ def layer_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         kwargs["position_ids"] = deep.gather_once(kwargs["position_ids"], batch)
     kwargs["attention_mask"] = None  # made for the prompt's tokens; the plan has the one for the columns
     return args, kwargs
+
+
+def gap_post_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """A layer in a gap has run: its columns go back among the tokens that passed it by."""
+    plan: Plan | None = kwargs.get("kvspeed_plan")
+    if plan is None or plan.deep is None:
+        return None
+    if isinstance(output, tuple):
+        return (plan.deep.put(output[0]), *output[1:])
+    return plan.deep.put(output)
+
+
+def first_layer_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """Layer 0 shows how this transformers version's layers return their result."""
+    plan: Plan | None = kwargs.get("kvspeed_plan")
+    if plan is not None and plan.deep is not None:
+        plan.deep.tuples = isinstance(output, tuple)
 
 
 def _padding(cache: KVCache | None, mask: Any, tokens: int) -> tuple[torch.Tensor | None, bool]:

@@ -9,107 +9,37 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from kvspeed import attention, generation, hooks
-from kvspeed.cache import KVCache
-from kvspeed.models import architecture, attention_modules, base_model, cache_argument, causal_lm
-from kvspeed.rope import RopeSpec, float32_rope_buffers, rope_buffers
+from kvspeed.models import architecture, attention_modules, base_model, causal_lm
+from kvspeed.request import ByTask, checked_by_task
 from kvspeed.rule import SpeedSpec
+from kvspeed.state import LOCK, PatchState, asking, at_depth, describe_spec, hook_layers, state_of
 from kvspeed.tuned import remembered_spec
 
-__all__ = ["PatchState", "patch_model", "patched", "state_of", "unpatch_model"]
-
-
-_LOCK = threading.RLock()
-
-
-class PatchState:
-    """What a patched model's parts know of the patch (found as `module._kvspeed`).
-
-    Attributes:
-        spec: the depth and rule of SPEED, or None when every layer takes every token.
-        config: the model's own config, whose attention implementation serves what the kernels do not.
-        cache_name: what this transformers version calls the cache argument.
-    """
-
-    def __init__(self, model: nn.Module, spec: SpeedSpec | None) -> None:
-        base = base_model(model)
-        self.spec = spec
-        self.config: Any = base.config
-        self.cache_name = cache_argument(base)
-        self.layers = len(base.layers)  # type: ignore[arg-type]
-        self.handles: list[Any] = []
-        self.rounded: torch.dtype | None = None  # to which a cast rounded the rotary frequencies, before the repair
-        self.temporary = False  # installed by `patched`, to be taken off by the last that holds it
-        self.holders: list[int] = []  # threads of the blocks of `patched` that run now
-        self.before: PatchState | None = None  # what `patched` replaced
-        self._weights: torch.dtype | None = None  # dtype of the model then
-        self._base = base
-        self._frequencies = rope_buffers(base)
-        self._rope: RopeSpec | None = None
-
-    @property
-    def rope(self) -> RopeSpec:
-        """The model's rotary embedding; raises where its keys cannot be shifted."""
-        if self._rope is None:
-            self._rope = RopeSpec.from_model(self._base)
-        return self._rope
-
-    def keep_frequencies(self) -> None:
-        """Put right what a cast (`model.bfloat16()`) did to the rotary frequencies, before the patch or after it."""
-        if all(getattr(module, name).dtype == torch.float32 for module, name in self._frequencies):
-            return
-        for module, name, exact in float32_rope_buffers(self._base):
-            self.rounded = getattr(module, name).dtype
-            self._weights = next(self._base.parameters()).dtype
-            setattr(module, name, exact)
-
-    def restore_frequencies(self) -> None:
-        """Round them again, unless the model was cast once more since."""
-        if self.rounded is None or next(self._base.parameters()).dtype != self._weights:
-            return
-        for module, name in self._frequencies:
-            setattr(module, name, getattr(module, name).to(self.rounded))
-
-    def inv_freq(self, layer: int) -> torch.Tensor:
-        return self.rope.layer(layer)
-
-    def check_cache(self, cache: KVCache) -> None:
-        """Take an empty cache for this patch; refuse one that holds KV made under another.
-
-        Raises:
-            ValueError: both sides are named.
-        """
-        if cache.num_layers != self.layers:
-            raise ValueError(
-                f"the cache has {cache.num_layers} layers, the model {self.layers}; make one for this model"
-            )
-        if cache.spec == self.spec:
-            return
-        if cache.get_seq_length() > 0:
-            raise ValueError(
-                f"the cache was made with {_describe(cache.spec)}, the model is patched with {_describe(self.spec)}; "
-                "start with a new cache, or patch the model as the cache was made"
-            )
-        cache.spec = self.spec
+__all__ = ["PatchState", "asking", "at_depth", "patch_model", "patched", "state_of", "unpatch_model"]
 
 
 def patch_model(
     model: nn.Module,
-    k: int | None = None,
+    k: int | str | None = None,
     *,
     anchor_tokens: int | None = None,
     boundary: str | None = None,
     upper_attention: str | None = None,
     turns: str | None = None,
+    deep_layers: Iterable[int] | None = None,
+    k_by_task: ByTask | None = None,
+    tokenizer: Any = None,
+    calibration: Iterable[Any] | None = None,
+    budget: float | None = None,
 ) -> nn.Module:
     """Make `model` use kvspeed: its kernels and caches, and SPEED where `k` is given. A new patch replaces an old one.
 
@@ -118,25 +48,37 @@ def patch_model(
     What `generate` is given is prompt, what it generates is answer. A forward with labels trains the same way (-100
     marks the prompt) and returns the logits of the deep columns: anchors, answer tokens, and those that predict one.
 
+    A single request may go another way: `model.generate(..., k=18)`, or `task="code"` where `k_by_task` names the task.
+
     A model that was tuned for SPEED says so in its config (`kvspeed.tuned`): what is left out here comes from there.
     For one that was not, the defaults are k = L, one anchor token, "transient", "causal" and "keep".
 
     Args:
         model: a causal LM of transformers (see `kvspeed.models.ARCHITECTURES`), bare or wrapped by PEFT.
-        k: layers that see the whole prompt, 1 .. L; L: all of them, and the logits are the unpatched model's.
+        k: layers that see the whole prompt, 1 .. L; L: all of them, and the logits are the unpatched model's. "auto":
+            the depth that keeps the score on `calibration`, chosen once and kept in the model's config; see
+            `kvspeed.speed.auto`.
         anchor_tokens: first tokens of the sequence that live in every layer; 0 for SPEED without anchor.
         boundary: "transient": the last prompt token leaves nothing above k once it has predicted the first answer;
             "keep": later answer tokens see it there.
         upper_attention: "causal", or "self" (the paper's SelfOnly ablation: anchors and itself only).
         turns: "keep": answers of earlier turns stay deep; "reset": a new turn starts as if the conversation were
             encoded afresh. A turn's last answer token, sampled but not yet cached, is prompt of the next turn in both.
+        deep_layers: instead of `k`, the layers that are what those from k on are otherwise: any of 1 .. L-1, not only
+            the last ones. Prompt tokens pass such a layer by unchanged and go on in the next. Layers above it see what
+            the last prompt token and answers were in it, so that turns="reset" is refused; packets are as well.
+        k_by_task: how deep requests go that name their task: a mapping (its key "*" is for tasks it does not name) or a
+            function from task to depth. With k="auto", those that were found for the tasks of `calibration`.
+        tokenizer: with k="auto", the model's tokenizer, which is needed where a depth must be chosen.
+        calibration: with k="auto", samples (`kvspeed.Sample`) of every kind of task, to choose by.
+        budget: with k="auto", how much of a task's score may be lost, 0 .. 1; 0.02 where nothing is said.
 
     Returns:
         `model` itself.
 
     Raises:
-        TypeError, ValueError: an argument is out of range, the architecture is not known, or the config's entry is
-            damaged; nothing is changed then.
+        TypeError, ValueError: an argument is out of range, the architecture is not known, the config's entry is
+            damaged, or no depth can be chosen; nothing is changed then.
     """
     architecture(model)
     layers = len(base_model(model).layers)  # type: ignore[arg-type]
@@ -146,10 +88,19 @@ def patch_model(
         "boundary": boundary,
         "upper_attention": upper_attention,
         "turns": turns,
+        "deep_layers": deep_layers,
     }
-    spec = _spec(model, layers, {name: value for name, value in given.items() if value is not None})
+    by_task = checked_by_task(k_by_task, layers)
+    if k == "auto":
+        rule, chosen = _chosen(model, layers, given, tokenizer, calibration, budget)
+        by_task = by_task if by_task is not None else chosen
+    else:
+        for name, value in (("tokenizer", tokenizer), ("calibration", calibration), ("budget", budget)):
+            if value is not None:
+                raise ValueError(f'{name} was given and k is {k!r}; it is for k="auto", so give that or leave it out')
+        rule = _rule(model, layers, {name: value for name, value in given.items() if value is not None})
     unpatch_model(model)
-    state = PatchState(model, spec)
+    state = PatchState(model, rule, by_task)
     _install(model, state)
     return model
 
@@ -164,6 +115,7 @@ def unpatch_model(model: nn.Module) -> nn.Module:
     for handle in state.handles:
         handle.remove()
     state.handles.clear()
+    state.hooked.clear()
     if isinstance(base.layers, hooks.DepthList):
         base.layers.__class__ = nn.ModuleList  # type: ignore[assignment]
     for module in attention_modules(model):
@@ -176,11 +128,6 @@ def unpatch_model(model: nn.Module) -> nn.Module:
     return model
 
 
-def state_of(model: nn.Module) -> PatchState | None:
-    """The patch of `model`, or None."""
-    return base_model(model).__dict__.get("_kvspeed")
-
-
 @contextmanager
 def patched(model: nn.Module, spec: SpeedSpec | None = None, *, force: bool = False) -> Iterator[PatchState]:
     """`model` patched inside the block, and as before after it.
@@ -191,13 +138,13 @@ def patched(model: nn.Module, spec: SpeedSpec | None = None, *, force: bool = Fa
     Raises:
         RuntimeError: another thread holds the model patched otherwise.
     """
-    with _LOCK:
+    with LOCK:
         state, before = state_of(model), None
         if state is None or (force and state.spec != spec):
             if state is not None and any(thread != threading.get_ident() for thread in state.holders):
                 raise RuntimeError(
-                    f"the model is in use by another thread with {_describe(state.spec)}, and this call needs "
-                    f"{_describe(spec)}; do one after the other"
+                    f"the model is in use by another thread with {describe_spec(state.spec)}, and this call needs "
+                    f"{describe_spec(spec)}; do one after the other"
                 )
             before = state
             architecture(model)
@@ -209,7 +156,7 @@ def patched(model: nn.Module, spec: SpeedSpec | None = None, *, force: bool = Fa
     try:
         yield state
     finally:
-        with _LOCK:
+        with LOCK:
             state.holders.remove(threading.get_ident())
             if state.temporary and not state.holders and state_of(model) is state:
                 unpatch_model(model)
@@ -217,16 +164,55 @@ def patched(model: nn.Module, spec: SpeedSpec | None = None, *, force: bool = Fa
                     _install(model, state.before)
 
 
-def _spec(model: nn.Module, layers: int, given: dict[str, Any]) -> SpeedSpec | None:
+def _rule(model: nn.Module, layers: int, given: dict[str, Any]) -> SpeedSpec:
     """The rule that the arguments `given` ask for, completed by what the model was tuned for."""
-    if "k" in given and given["k"] == layers and not isinstance(given["k"], bool):
-        tuned = None  # every layer takes every token, so that a damaged entry need not matter
-    else:
-        tuned = remembered_spec(model)
-    spec = replace(tuned, **given) if tuned is not None else SpeedSpec(**{"k": layers, **given})
-    if spec.k > layers:
-        raise ValueError(f"k is {spec.k} and the model has {layers} layers; give 1 to {layers}, or None for all")
-    return spec if spec.k < layers else None
+    k, deep_layers = given.get("k"), given.pop("deep_layers", None)
+    if deep_layers is not None:
+        if k is not None:
+            raise ValueError(f"k is {k} and deep_layers were given too; they say the same thing, so give one of them")
+        given["k"], given["gaps"] = _depth_and_gaps(deep_layers, layers)
+    elif k is not None:
+        given["gaps"] = ()
+    # Where every layer takes every token a damaged entry of the config need not matter.
+    everywhere = k == layers and not isinstance(k, bool)
+    tuned = None if everywhere else remembered_spec(model)
+    rule = replace(tuned, **given) if tuned is not None else SpeedSpec(**{"k": layers, **given})
+    if rule.k > layers:
+        raise ValueError(f"k is {rule.k} and the model has {layers} layers; give 1 to {layers}, or None for all")
+    return rule
+
+
+def _chosen(
+    model: nn.Module,
+    layers: int,
+    given: dict[str, Any],
+    tokenizer: Any,
+    calibration: Iterable[Any] | None,
+    budget: float | None,
+) -> tuple[SpeedSpec, dict[str, int]]:
+    """The rule with the depth that is chosen for `model`, and depths by task."""
+    from kvspeed.speed.auto import automatic  # it stands on this module
+
+    if given["deep_layers"] is not None:
+        raise ValueError('k is "auto" and deep_layers were given too; only a depth can be chosen, so give one of them')
+    fixed = {name: value for name, value in given.items() if value is not None and name != "k"}
+    rule = replace(_rule(model, layers, fixed), gaps=())
+    choice = automatic(model, rule, tokenizer, calibration, budget)
+    return replace(rule, k=choice.k), choice.k_by_task()
+
+
+def _depth_and_gaps(deep_layers: Iterable[int], layers: int) -> tuple[int, tuple[int, ...]]:
+    """The depth that prompts go to, and the layers below it that they pass by."""
+    given = list(deep_layers)
+    for layer in given:
+        if isinstance(layer, bool) or not isinstance(layer, int):
+            raise TypeError(f"deep_layers hold {layer!r} ({type(layer).__name__}); they must be ints")
+        if not 0 < layer < layers or given.count(layer) > 1:
+            raise ValueError(
+                f"deep_layers hold {layer}; give layers from 1 to {layers - 1}, each once (layer 0 sees every prompt)"
+            )
+    depth = max(layer for layer in range(layers) if layer not in given) + 1
+    return depth, tuple(sorted(layer for layer in given if layer < depth))
 
 
 def _install(model: nn.Module, state: PatchState) -> None:
@@ -247,23 +233,9 @@ def _install(model: nn.Module, state: PatchState) -> None:
     add = state.handles.append
     add(base.register_forward_pre_hook(hooks.stack_pre_hook, with_kwargs=True))
     add(base.register_forward_hook(hooks.stack_post_hook, with_kwargs=True, always_call=True))
-    if state.spec is not None:
-        base.layers.__class__ = hooks.DepthList
-        for layer in list(base.layers)[state.spec.k :]:
-            add(layer.register_forward_pre_hook(hooks.layer_pre_hook, with_kwargs=True))
-        if inner is not base:
-            add(inner.register_forward_pre_hook(hooks.lm_pre_hook, with_kwargs=True))
+    hook_layers(model, state)
     if hasattr(inner, "generate"):
         # Partial functions, since a method would be pickled by its name alone and come back as transformers' own.
         inner.generate = partial(generation.generate, inner)
         if generation.slices_inputs(inner):
             inner.prepare_inputs_for_generation = partial(generation.prepare_inputs, inner)
-
-
-def _describe(spec: SpeedSpec | None) -> str:
-    if spec is None:
-        return "all layers (no SPEED)"
-    return (
-        f"k={spec.k}, anchor_tokens={spec.anchor_tokens}, boundary={spec.boundary!r}, "
-        f"upper_attention={spec.upper_attention!r}, turns={spec.turns!r}"
-    )

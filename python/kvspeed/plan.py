@@ -95,6 +95,9 @@ class DeepPlan:
         new_anchor_only: those of them that only rows see in which they are anchors.
         area: the anchor area's `(columns, count of each row, end)` in padded rows, else None.
         whole: whether the columns are all tokens of the forward, in order, so that there is nothing to gather.
+        valid: bool `[B, Q]`, False for columns that stand for no token, or for one that is no column in its row; None:
+            all are. Those are not put back among the tokens.
+        tuples: whether the model's layers return tuples (transformers 4.57), which is seen at layer 0.
     """
 
     spec: SpeedSpec
@@ -111,6 +114,10 @@ class DeepPlan:
     new_anchor_only: set[int] = field(default_factory=set)
     area: tuple[int, torch.Tensor, int] | None = None
     whole: bool = False
+    valid: torch.Tensor | None = None
+    tuples: bool = False
+    _full: torch.Tensor | None = None
+    _places: torch.Tensor | None = None
     _masks: dict[int | None, torch.Tensor | None] = field(default_factory=dict)
     _moved: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     _gathered: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
@@ -137,6 +144,32 @@ class DeepPlan:
             found = (tensor, self.gather(tensor, batch))
             self._gathered[id(tensor)] = found
         return found[1]
+
+    def take(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`gather` for one layer among others that take all tokens: `put` follows when that layer has run."""
+        if self.whole and self.valid is None:
+            return hidden
+        self._full = hidden
+        return self.gather(hidden, hidden.shape[0])
+
+    def put(self, columns: torch.Tensor) -> torch.Tensor:
+        """The tokens that `take` was given, with those that are columns as the layer left them."""
+        full, self._full = self._full, None
+        if full is None:
+            return columns
+        places = self._on(self._inverse(full.shape[1]), full.device)
+        at = places.clamp_min(0).expand(full.shape[0], -1)[..., None].expand_as(full)
+        return torch.where((places >= 0)[..., None], columns.gather(1, at), full)
+
+    def _inverse(self, tokens: int) -> torch.Tensor:
+        """int64 `[B or 1, tokens]`: the column of each token, -1 for tokens that are none."""
+        if self._places is None:
+            index = self.index
+            if self.valid is not None:
+                index = torch.where(self.valid, index.expand_as(self.valid), tokens)  # to a place that is cut off
+            places = torch.full((index.shape[0], tokens + 1), -1)
+            self._places = places.scatter(1, index, torch.arange(self.columns).expand_as(index))[:, :tokens]
+        return self._places
 
     def _on(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """One of the plan's own tensors on `device`, brought there once for all layers."""
@@ -318,11 +351,22 @@ def _plan_padded(
         kept=kept,
         anchors=anchors,
         arriving=arriving if anchors else None,
+        valid=_valid(spec, column_slot, padding, prompt_end, arriving[:, :anchors]) if spec.gaps else None,
         new_slots=stored[:kept],
         new_anchor_only=new_hidden,
         area=(area, count, area_end),
         whole=not anchors and plain_columns == list(range(past, end)),
     )
+
+
+def _valid(
+    spec: SpeedSpec, column_slot: torch.Tensor, padding: torch.Tensor, prompt_end: int, arriving: torch.Tensor
+) -> torch.Tensor | None:
+    """Which columns of padded rows are columns in their own row (of the anchor area's: `arriving`); None: all."""
+    slot = column_slot[:, arriving.shape[1] :]
+    own = (slot >= prompt_end - 1) | (slot - padding[:, None] < spec.anchor_tokens)
+    valid = torch.cat([arriving, own], 1)
+    return None if bool(valid.all()) else valid
 
 
 def labelled_rows(
@@ -375,5 +419,6 @@ def labelled_rows(
         padding=padding,
         query_slot=query_slot,
         plain=False,
+        valid=valid if spec.gaps else None,
     )
     return plan, torch.where(valid, labels.gather(1, index), -100)

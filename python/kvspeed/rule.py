@@ -15,13 +15,14 @@ class SpeedSpec:
     """How a model is patched: depth and visibility above it (arXiv:2605.06105).
 
     Attributes:
-        k: prompt tokens are computed and cached in layers 0 .. k-1 only.
+        k: prompt tokens are computed and cached in layers 0 .. k-1 only, `gaps` aside.
         anchor_tokens: the first tokens of the sequence, which run through and leave KV in every layer.
         boundary: "transient": the last prompt token, which predicts the first answer token, leaves nothing above k;
             "keep": later answer tokens see it.
         upper_attention: "causal": above k a token sees anchors, earlier answer tokens and itself; "self": anchors and
             itself (the paper's SelfOnly ablation).
         turns: "keep": earlier answers stay deep in later turns; "reset": they lose their KV above k.
+        gaps: layers below k - 1 that are like those from k on, in order: a prompt token passes them by unchanged.
     """
 
     k: int
@@ -29,6 +30,7 @@ class SpeedSpec:
     boundary: str = "transient"
     upper_attention: str = "causal"
     turns: str = "keep"
+    gaps: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _check_int("k", self.k, 1)
@@ -36,6 +38,23 @@ class SpeedSpec:
         _check_choice("boundary", self.boundary, ("transient", "keep"))
         _check_choice("upper_attention", self.upper_attention, ("causal", "self"))
         _check_choice("turns", self.turns, ("keep", "reset"))
+        if not isinstance(self.gaps, tuple) or not all(type(layer) is int for layer in self.gaps):
+            raise TypeError(f"gaps are {self.gaps!r}; they must be a tuple of ints")
+        if self.gaps != tuple(sorted(set(self.gaps))) or not all(0 < layer < self.k - 1 for layer in self.gaps):
+            raise ValueError(f"gaps are {self.gaps}; they must be layers from 1 to k - 2 = {self.k - 2}, in order")
+        if self.gaps and self.turns == "reset":
+            raise ValueError(
+                'turns is "reset", which must equal a conversation that is encoded afresh, while layers above a gap '
+                'keep what earlier answers were in it; give turns="keep"'
+            )
+
+    def is_deep(self, layer: int) -> bool:
+        """Whether only anchors, answers and what predicts them run in `layer`."""
+        return layer >= self.k or layer in self.gaps
+
+    def deep_layers(self, layers: int) -> list[int]:
+        """Of a model with so many layers, those that are deep."""
+        return [*self.gaps, *range(self.k, layers)]
 
 
 def speed_mask(

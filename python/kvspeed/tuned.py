@@ -116,6 +116,7 @@ def spec_of_fields(fields: Any, where: str) -> SpeedSpec:
             f"{where} is {fields!r:.80}, and not a dictionary with k, anchor_tokens, boundary, ...: {hint}"
         )
     try:
-        return SpeedSpec(**fields)
+        gaps = fields.get("gaps", ())  # a list in JSON
+        return SpeedSpec(**{**fields, "gaps": tuple(gaps) if isinstance(gaps, list) else gaps})
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where} is no depth and rule of SPEED ({error}); {hint}") from None

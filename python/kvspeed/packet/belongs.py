@@ -22,10 +22,12 @@ __all__ = ["check_blocks"]
 def check_blocks(packets: Iterable[Packet], preamble: Packet | None, model: nn.Module) -> list[Packet]:
     """The blocks in order, [preamble] + packets, after it was checked that `model` may use them together.
 
+    Under SPEED a block that was built deeper than the model is asked for gives its first layers.
+
     Raises:
         TypeError: something is no packet.
-        ValueError: another model made a block, or the same with other weights, at another depth, dtype or RoPE; packets
-            have different adapters; the preamble has one.
+        ValueError: another model made a block, or the same with other weights, less deep, in another dtype or RoPE;
+            packets have different adapters; the preamble has one.
     """
     architecture(model)
     if isinstance(packets, Packet):
@@ -48,10 +50,12 @@ def check_blocks(packets: Iterable[Packet], preamble: Packet | None, model: nn.M
             "build_preamble"
         )
     target = _Target(model)
+    fitting: dict[int, Packet] = {}  # a block that occurs twice stays one
     for name, block in named:
-        target.check(name, block)
+        if id(block) not in fitting:
+            fitting[id(block)] = target.fit(name, block)
     _check_one_adapter(documents)
-    return [block for _, block in named]
+    return [fitting[id(block)] for _, block in named]
 
 
 class _Target:
@@ -63,14 +67,21 @@ class _Target:
         self.name = getattr(config, "_name_or_path", "") or type(causal_lm(model)).__name__
         self.fingerprint = model_fingerprint(model)
         self.layers: int = config.num_hidden_layers
-        self.k = state.spec.k if state is not None and state.spec is not None else None
+        spec = state.spec if state is not None else None
+        self.k = spec.k if spec is not None else None
+        self.anchors = spec.anchor_tokens if spec is not None else 0
         self.dtype: torch.dtype = base_model(model).dtype  # type: ignore[assignment]
         self.rope = describe_rotation(rope_of(model))
         heads = config.num_attention_heads
         self.heads = getattr(config, "num_key_value_heads", None) or heads
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
 
-    def check(self, name: str, block: Packet) -> None:
+    def fit(self, name: str, block: Packet) -> Packet:
+        """The block at the model's depth; one that was built deeper gives its first layers."""
+        self._check(name, block)
+        return block if self.k is None else block.to_depth(self.k, self.anchors)
+
+    def _check(self, name: str, block: Packet) -> None:
         what = f"{name}: {block!r}"
         if block.dtype != self.dtype:
             raise ValueError(
@@ -82,11 +93,6 @@ class _Target:
                 f"the model {self.name} now has weights {self.fingerprint[:16]} (other weights, another adapter, a "
                 "merge or a cast): build it anew with this model"
             )
-        if block.k != self.k:
-            raise ValueError(
-                f"{what} was built to {_depth(block.k, block.layers)}, and the model is patched to "
-                f"{_depth(self.k, self.layers)}: build it anew, or patch the model as it was built"
-            )
         if block.rope != self.rope:
             difference = rotation_difference(block.rope, self.rope)
             if difference is not None:
@@ -96,6 +102,11 @@ class _Target:
             raise ValueError(
                 f"{what} has {shape[0]} layers, {shape[1]} KV heads of {shape[2]}, and the model {self.name} has "
                 f"{self.layers} layers, {self.heads} KV heads of {self.head_dim}: build it anew with this model"
+            )
+        if block.depth < (self.layers if self.k is None else self.k):
+            raise ValueError(
+                f"{what} was built to {_depth(block.k, block.layers)}, and the model is asked for "
+                f"{_depth(self.k, self.layers)}: build it anew, or ask for k={block.depth} or less"
             )
 
 

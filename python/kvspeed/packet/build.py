@@ -249,7 +249,13 @@ def _depth(model: nn.Module, k: int | None) -> int | None:
     layers = len(base_model(model).layers)  # type: ignore[arg-type]
     if k is None:
         state = state_of(model)
-        return state.spec.k if state is not None and state.spec is not None else None
+        spec = state.spec if state is not None else None
+        if spec is not None and spec.gaps:
+            raise ValueError(
+                f"packets hold the layers below a depth k without gaps, and the model is patched with gaps at layers "
+                f"{list(spec.gaps)}: give k, and patch the model with it to use the packets"
+            )
+        return spec.k if spec is not None else None
     if isinstance(k, bool) or not isinstance(k, int):
         raise TypeError(f"k: expected an integer or None, got {type(k).__name__}")
     if not 1 <= k <= layers:

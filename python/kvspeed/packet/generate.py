@@ -22,7 +22,8 @@ from kvspeed.packet.belongs import check_blocks
 from kvspeed.packet.build import build_preamble, evaluating, max_positions
 from kvspeed.packet.packet import Packet
 from kvspeed.packet.prompt import Preamble, PromptIds, prompt_ids
-from kvspeed.patch import patched, state_of
+from kvspeed.patch import at_depth, patched, state_of
+from kvspeed.rule import SpeedSpec
 
 __all__ = ["GenerateStats", "generate"]
 
@@ -70,6 +71,8 @@ def generate(
     preamble: Preamble = None,
     mode: Literal["view", "copy"] = "view",
     max_new_tokens: int = 64,
+    k: int | None = None,
+    task: str | None = None,
     cuda_graph: bool = False,
     return_stats: bool = False,
     separator: str = "\n\n",
@@ -94,6 +97,8 @@ def generate(
         preamble: None, a `Packet`, instructions as a string, or False; see `prompt_ids`.
         mode: "view" or "copy"; see `assemble`.
         max_new_tokens: the most tokens of an answer.
+        k: how deep this request goes, instead of the patch's k; packets that were built deeper serve it as they are.
+        task: the same, by the `k_by_task` that the model was patched with.
         cuda_graph: capture one decoding step as a CUDA graph and replay it for every token: the same greedy answer, in
             less time where the host is slower than the GPU. Where capturing fails a warning says so and the steps run
             without; so they do, silently, on a CPU. See `kvspeed.graph` for what it refuses.
@@ -123,7 +128,7 @@ def generate(
         prompt_ids(tokenizer, one, preamble=preamble, separator=separator, chat_template_kwargs=chat_template_kwargs)
         for one in questions
     ]
-    with patched(model), evaluating(model):
+    with patched(model), at_depth(model, k, task=task), evaluating(model):
         head = _preamble(model, tokenizer, preamble, prompts[0])
         width = max(len(prompt.question) for prompt in prompts)
         blocks = check_blocks(packets, head, model)
@@ -223,13 +228,22 @@ def _preamble(model: nn.Module, tokenizer: Any, preamble: Preamble, prompt: Prom
     if not prompt.preamble:
         return None
     state = state_of(model)
-    key = (prompt.preamble, model_fingerprint(model), state.spec if state is not None else None)
+    spec = state.spec if state is not None else None
+    key = (prompt.preamble, model_fingerprint(model))
     kept = _kept_preambles.setdefault(causal_lm(model), {})
-    if key not in kept:
-        if len(kept) >= _PREAMBLES:
+    if key not in kept or not _deep_enough(kept[key], spec):
+        if key not in kept and len(kept) >= _PREAMBLES:
             kept.pop(next(iter(kept)))
         kept[key] = build_preamble(model, tokenizer, prompt.preamble)
     return kept[key]
+
+
+def _deep_enough(block: Packet, spec: SpeedSpec | None) -> bool:
+    """Whether a request of this rule can use the block, which may be deeper."""
+    if block.k is None or spec is None or block.k < spec.k:
+        return block.k is None
+    held = block.anchor_keys.shape[2] if block.anchor_keys is not None else 0
+    return held >= min(spec.anchor_tokens, block.length)
 
 
 def _questions(question: Any) -> list[str]:

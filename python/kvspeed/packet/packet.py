@@ -132,6 +132,12 @@ class Packet:
         moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self.tensors().items()}
         return replace(self, **moved)
 
+    def to_depth(self, k: int, anchor_tokens: int = 1) -> Packet:
+        """The packet's first `k` layers, read where they lie, for a request that goes less deep; see `packet.depth`."""
+        from kvspeed.packet.depth import to_depth
+
+        return to_depth(self, k, anchor_tokens)
+
     def full(self) -> Packet:
         """The packet with keys and values in `dtype`; itself where they are. What fewer bits lost stays lost."""
         from kvspeed.packet.quantise import full

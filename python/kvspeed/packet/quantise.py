@@ -16,7 +16,7 @@ import torch
 
 from kvspeed.packet.packet import Packet
 
-__all__ = ["STORAGE_NAMES", "full", "one_scaled_dtype", "quantise", "storage_dtype"]
+__all__ = ["STORAGE_NAMES", "full", "one_scaled_dtype", "quantise", "restore", "storage_dtype"]
 
 #: What a storage dtype may be called.
 STORAGE_NAMES: dict[str, torch.dtype] = {
@@ -78,8 +78,8 @@ def full(packet: Packet) -> Packet:
         return packet
     return replace(
         packet,
-        keys=_restore(packet.keys, packet.key_scale, packet.dtype),
-        values=_restore(packet.values, packet.value_scale, packet.dtype),
+        keys=restore(packet.keys, packet.key_scale, packet.dtype),
+        values=restore(packet.values, packet.value_scale, packet.dtype),
         compute_dtype=None,
         key_scale=None,
         value_scale=None,
@@ -109,7 +109,8 @@ def _reduce(
     return (scaled.round_() if dtype == torch.int8 else scaled).to(dtype), scale
 
 
-def _restore(numbers: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+def restore(numbers: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Stored numbers `[layers, H_kv, T, D]`, with their scale `[layers, H_kv]` where they have one, in `dtype`."""
     if scale is None:
         return numbers.to(dtype)
     return (numbers.float() * scale[..., None, None]).to(dtype)

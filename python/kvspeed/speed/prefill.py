@@ -72,7 +72,7 @@ def prompt_kv(
     spec = SpeedSpec(k, anchor_tokens) if k is not None and k < layers else None
     present = state_of(model)
     if spec is not None and present is not None and present.spec is not None:
-        same = (present.spec.k, present.spec.anchor_tokens) == (spec.k, spec.anchor_tokens)
+        same = (present.spec.k, present.spec.anchor_tokens, present.spec.gaps) == (spec.k, spec.anchor_tokens, ())
         spec = present.spec if same else spec  # the rest of the rule says nothing about a prompt
     with patched(model, spec, force=True) as state:
         config: Any = state.config
