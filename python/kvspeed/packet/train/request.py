@@ -67,7 +67,7 @@ def depth_of(model: nn.Module, k: int | None) -> SpeedSpec | None:
     if k == layers:
         return None
     state = state_of(model)
-    if state is not None and state.spec is not None and state.spec.k == k:
+    if state is not None and state.spec is not None and state.spec.k == k and not state.spec.gaps:
         return state.spec  # with the rest of its rule
     return SpeedSpec(k)
 
