@@ -370,7 +370,9 @@ def test_packets_of_depth_k_are_packets_under_speed():
     preamble = build_preamble(case.model, case.tokenizer, case.preamble)
     cache = assemble(packets, model=case.model, preamble=preamble)
     ids = torch.tensor([[*cache.prefix_ids, *case.question]])
-    wanted = case.model.generate(ids, past_key_values=cache, max_new_tokens=6, do_sample=False, min_new_tokens=6)
+    wanted = case.model.generate(
+        ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=6, do_sample=False
+    )
     assert found == wanted[0, ids.shape[1] :].tolist()
     assert len(with_all) == 6
 

@@ -50,7 +50,7 @@ def test_a_report_gets_the_plots_that_it_has_rows_for(tmp_path):
 def drawn(monkeypatch) -> list:
     """The figures, kept open."""
     figures = []
-    monkeypatch.setattr(plots, "_saved", lambda plt, figure, path: figures.append(figure))
+    monkeypatch.setattr(plots, "saved", lambda plt, figure, path: figures.append(figure))
     return figures
 
 

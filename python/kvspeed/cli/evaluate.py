@@ -1,10 +1,14 @@
 # Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
-"""`kvspeed eval`: packets and their rivals on question answering, and plots of what was found."""
+"""`kvspeed eval`: packets and their rivals on question answering, and plots of what was found.
+
+`kvspeed eval speed` is in `evaluate_speed`; both carry out a run by `carry_out`.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,9 +29,10 @@ from kvspeed.cli.common import (
 )
 
 if TYPE_CHECKING:
+    from kvspeed.eval.runner import Runner
     from kvspeed.packet import PacketAdapter
 
-__all__ = ["app"]
+__all__ = ["AdapterFiles", "Places", "Seed", "Split", "app", "carry_out", "list_names", "named", "shard_of"]
 
 app = typer.Typer(
     name="eval", help="Measure what methods answer and what they cost.", no_args_is_help=True, add_completion=False
@@ -99,9 +104,10 @@ def packets(
 ) -> None:
     """Ask questions about documents by several methods; score the answers and measure what they cost."""
     if listing:
-        _list()
+        from kvspeed.eval.methods import METHODS as known
+
+        list_names(known)
         return
-    from kvspeed.eval.report import markdown, report, write_text
     from kvspeed.eval.runner import Plan, Runner
     from kvspeed.eval.tasks import split_specs
 
@@ -115,38 +121,13 @@ def packets(
         timed=timed,
         end_to_end=end_to_end,
         max_new_tokens=max_new_tokens,
-        shard=_shard(shard),
+        shard=shard_of(shard),
     )
-    journal = json_file.with_name(json_file.name + ".records") if json_file is not None else None
-    if journal is not None and restart:
-        journal.unlink(missing_ok=True)
-    if report_only and (journal is None or not journal.is_file()):
-        raise Fault("--report-only: there are no records; give the --json file of an earlier run")
-    if plots is not None:
-        _check_matplotlib()
+    place = Places(json_file, markdown_file, plots, restart=restart, report_only=report_only)
+    place.check()
     network, tokenizer, name, adapters = _load(model, adapter, dtype, device, plan.methods)
-    runner = Runner(network, tokenizer, plan, adapters=adapters, path=journal, model_name=name)
-    try:
-        if not report_only:
-            with progress("asking", runner.steps()) as advance:
-                runner.run(advance)
-    except KeyboardInterrupt:
-        if journal is not None:
-            stderr().print(
-                f"{counted(len(runner.journal or ()), 'answer')} kept in {journal}; the same command goes on"
-            )
-        raise
-    found = report(runner, command=["kvspeed", *sys.argv[1:]])
-    table = markdown(found)
-    if json_file is not None and plan.shard[1] == 1:
-        write_text(json_file, json.dumps(found, indent=1) + "\n")
-    if markdown_file is not None:
-        write_text(markdown_file, table)
-    if plots is not None:
-        _plot(found, plots)
-    _print(found)
-    if plan.shard[1] > 1:
-        stderr().print("part of a run: when all parts are done, the same command without --shard writes the report")
+    runner = Runner(network, tokenizer, plan, adapters=adapters, path=place.journal, model_name=name)
+    _print(carry_out(runner, place))
 
 
 @app.command("samples")
@@ -179,7 +160,10 @@ def write(
 @app.command()
 @guarded
 def plot(
-    report_file: Annotated[Path, typer.Argument(metavar="REPORT", help="A file of kvspeed eval packets --json.")],
+    report_file: Annotated[
+        Path,
+        typer.Argument(metavar="REPORT", help="A file of kvspeed eval packets --json or kvspeed eval speed --json."),
+    ],
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the plots go.")],
     loss: Annotated[
         list[str] | None,
@@ -194,7 +178,7 @@ def plot(
     _check_matplotlib()
     _plot(read_report(report_file), folder)
     if loss:
-        curves = dict(_named(entry, "--loss") for entry in loss)
+        curves = dict(named(entry, "--loss") for entry in loss)
         _say(plot_loss(curves, folder / "loss.png"))
 
 
@@ -261,23 +245,23 @@ def _load(
     from kvspeed.packet import PacketAdapter
     from kvspeed.patch import patch_model
 
-    named = dict(_named(entry, "--adapter", default="") for entry in files or [])
+    paths = dict(named(entry, "--adapter", default="") for entry in files or [])
     asks = {name.partition("@")[2] for name in methods if getattr(get_method(name.partition("@")[0]), "adapter", False)}
     network, tokenizer, name = load_model(model, dtype, device)
     if model == "testbed":
         from kvspeed.testbed import specialists, testbed_folder
 
         shipped = {"": testbed_folder() / "adapter.safetensors", **specialists()}
-        named = {**{key: str(path) for key, path in shipped.items() if key in asks}, **named}
-    for missing in sorted(asks - set(named)):
+        paths = {**{key: str(path) for key, path in shipped.items() if key in asks}, **paths}
+    for missing in sorted(asks - set(paths)):
         title = f"packet@{missing}" if missing else "packet"
         example = f"{missing}=FILE" if missing else "FILE"
         raise Fault(f"--methods: {title} needs a trained adapter: give --adapter {example}, from kvspeed train-adapter")
     patch_model(network, network.config.num_hidden_layers)  # whatever it was tuned for
-    return network, tokenizer, name, {key: PacketAdapter.load(path, network) for key, path in named.items()}
+    return network, tokenizer, name, {key: PacketAdapter.load(path, network) for key, path in paths.items()}
 
 
-def _named(entry: str, option: str, default: str | None = None) -> tuple[str, str]:
+def named(entry: str, option: str, default: str | None = None) -> tuple[str, str]:
     """NAME=FILE, or FILE alone where there is a default name."""
     name, equals, path = entry.partition("=")
     if not equals and default is not None:
@@ -287,7 +271,59 @@ def _named(entry: str, option: str, default: str | None = None) -> tuple[str, st
     return name, path
 
 
-def _shard(text: str) -> tuple[int, int]:
+@dataclass(frozen=True)
+class Places:
+    """Where an evaluation's results go, and what is done with those that are there."""
+
+    json_file: Path | None
+    markdown_file: Path | None
+    plots: Path | None
+    restart: bool = False
+    report_only: bool = False
+
+    @property
+    def journal(self) -> Path | None:
+        """Records lie beside the report."""
+        return self.json_file.with_name(self.json_file.name + ".records") if self.json_file is not None else None
+
+    def check(self) -> None:
+        """Refuse what cannot be done before a model is loaded, and drop records where that is asked for."""
+        if self.journal is not None and self.restart:
+            self.journal.unlink(missing_ok=True)
+        if self.report_only and (self.journal is None or not self.journal.is_file()):
+            raise Fault("--report-only: there are no records; give the --json file of an earlier run")
+        if self.plots is not None:
+            _check_matplotlib()
+
+
+def carry_out(runner: Runner, places: Places) -> dict[str, Any]:
+    """Ask what is missing, write what is wanted; the report."""
+    from kvspeed.eval.report import markdown, report, write_text
+
+    try:
+        if not places.report_only:
+            with progress("asking", runner.steps()) as advance:
+                runner.run(advance)
+    except KeyboardInterrupt:
+        if places.journal is not None:
+            stderr().print(
+                f"{counted(len(runner.journal or ()), 'answer')} kept in {places.journal}; the same command goes on"
+            )
+        raise
+    found = report(runner, command=["kvspeed", *sys.argv[1:]])
+    parts = runner.plan.shard[1]
+    if places.json_file is not None and parts == 1:
+        write_text(places.json_file, json.dumps(found, indent=1) + "\n")
+    if places.markdown_file is not None:
+        write_text(places.markdown_file, markdown(found))
+    if places.plots is not None:
+        _plot(found, places.plots)
+    if parts > 1:
+        stderr().print("part of a run: when all parts are done, the same command without --shard writes the report")
+    return found
+
+
+def shard_of(text: str) -> tuple[int, int]:
     index, slash, count = text.partition("/")
     if not slash or not index.isdigit() or not count.isdigit():
         raise Fault(f"--shard: got {text!r}, expected I/N, such as 0/2 and 1/2 for two processes")
@@ -312,8 +348,8 @@ def _say(path: Path) -> None:
     stderr().print(f"wrote {path}", markup=False, soft_wrap=True)
 
 
-def _list() -> None:
-    from kvspeed.eval.methods import METHODS as known
+def list_names(known: dict[str, Any]) -> None:
+    """Print tasks and methods, a line a method."""
     from kvspeed.eval.tasks import TASKS
 
     print("tasks: " + ", ".join(TASKS))

@@ -2,8 +2,9 @@
 """One answer by one method: its tokens, and what it took where that is measured.
 
 Times follow two definitions. `ttft_s` is the paper's: from KV in memory to the first token's logits, the question's
-tokens at hand. `end_to_end_s` starts with KV in files and the question as text: reading, tokenising the question,
-putting the prompt together, the forward, and the choice of the token.
+tokens at hand; for methods that keep no KV of documents it is the whole prompt's prefill. `end_to_end_s` starts with KV
+in files and the question as text: reading, tokenising the question, putting the prompt together, the forward, and the
+choice of the token.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 
 from kvspeed.eval.methods import Context, Method, Prepared, decode
-from kvspeed.eval.methods.full import Full
+from kvspeed.eval.methods.full import SharedFull
 from kvspeed.models import cache_argument
 from kvspeed.packet import Packet
 from kvspeed.packet.build import evaluating
@@ -35,6 +37,7 @@ class Answer:
     Attributes:
         token_ids: greedy tokens, EoS included where it came.
         ttft_s: seconds from KV in memory to the first token's logits.
+        step_s: median seconds of a decoding step after the answer; None where none was timed.
         seconds: of the whole question: preparing what was not kept, first token, decoding.
         prompt_tokens: positions of the prompt, soft tokens and question included.
         question_tokens: of these, the question's.
@@ -51,6 +54,7 @@ class Answer:
     flops: int
     kv_bytes: int
     stored_bytes: int
+    step_s: float | None = None
 
     @classmethod
     def of(
@@ -62,8 +66,9 @@ class Answer:
         *,
         max_new_tokens: int,
         drafts: Sequence[Sequence[int]] = (),
+        steps: int = 0,
     ) -> Answer:
-        """Prepares the documents, times the first token, decodes greedily.
+        """Prepares the documents, times the first token, decodes greedily. Call it inside `method.serving(context)`.
 
         Args:
             method: who answers.
@@ -72,43 +77,25 @@ class Answer:
             question: in words.
             max_new_tokens: the most tokens.
             drafts: answers that are likely; see `greedy`.
+            steps: decoding steps to time, one by one, when the answer is there.
         """
         begin = time.perf_counter()
         prepared = method.prepare(context, documents)
         ids = context.question_ids(question)
         ttft, (logits, cache) = timed(context, lambda: method.first_token(prepared, ids))
         tokens = greedy(context, logits, cache, drafts, max_new_tokens=max_new_tokens)
+        seconds = time.perf_counter() - begin
         return cls(
             tokens,
             ttft,
-            time.perf_counter() - begin,
+            seconds,
             prepared.length + len(ids),
             len(ids),
             int(method.flops(prepared, len(ids))),
             int(method.kv_bytes(prepared)),
             int(method.stored_bytes(prepared)),
+            _step_seconds(context, tokens[-1], cache, steps) if steps else None,
         )
-
-
-class SharedFull(Full):
-    """Full recompute with the documents' KV kept for further questions on the very same prompt.
-
-    The answers are those of `Full` (to a rounding); its times and operations are not, so it serves only where nobody
-    measures them.
-    """
-
-    def prepare(self, context: Context, documents: Sequence[str]) -> Prepared:
-        prepared = super().prepare(context, documents)
-        ids = [token for document in prepared.documents for token in document]
-        prepared.blocks.append(context.alone(ids, context.preamble_ids))
-        return prepared
-
-    def first_token(self, prepared: Prepared, question: Sequence[int]) -> tuple[torch.Tensor, Any]:
-        context = prepared.context
-        slots = prepared.length + len(question) + context.max_new_tokens
-        context.check_room(slots)
-        cache = context.place(prepared.blocks, slots)
-        return context.forward(question, cache), cache
 
 
 def timed(context: Context, run: Callable[[], Any]) -> tuple[float, Any]:
@@ -118,6 +105,16 @@ def timed(context: Context, run: Callable[[], Any]) -> tuple[float, Any]:
     result = run()
     _synchronise(context)
     return time.perf_counter() - begin, result
+
+
+def _step_seconds(context: Context, token: int, cache: Any, steps: int) -> float:
+    """Median seconds of a step of greedy decoding that goes on after `token`, whether it ends an answer or not."""
+    taken = []
+    for _ in range(steps):
+        took, logits = timed(context, partial(context.forward, [token], cache))
+        taken.append(took)
+        token = int(logits.argmax())
+    return median(taken)
 
 
 @torch.no_grad()

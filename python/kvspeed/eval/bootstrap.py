@@ -14,7 +14,7 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["mean_interval", "ratio_interval"]
+__all__ = ["average_interval", "mean_interval", "ratio_interval"]
 
 ROUNDS = 2000
 
@@ -71,6 +71,33 @@ def ratio_interval(
     if not good.any():
         return float("nan"), float("nan")
     return _bounds(sums[0][good] / sums[1][good], level)
+
+
+def average_interval(
+    parts: Sequence[tuple[Sequence[float], Sequence[object] | None]],
+    *,
+    level: float = 0.95,
+    seed: int = 0,
+    rounds: int = ROUNDS,
+) -> tuple[float, float]:
+    """(low, high) of the average of several means, each part (a task, say) being resampled by itself.
+
+    Args:
+        parts: (values, groups) of each, as for `mean_interval`.
+        level: coverage.
+        seed: the same seed, the same interval.
+        rounds: resamples.
+
+    Raises:
+        ValueError: there are no parts, or one has no values.
+    """
+    if not parts:
+        raise ValueError("parts: got none; there is no interval of nothing")
+    means = []
+    for number, (values, groups) in enumerate(parts):
+        sums, counts = _draws([values], groups, seed + 7919 * number, rounds)
+        means.append(sums[0] / counts)
+    return _bounds(np.mean(means, axis=0), level)
 
 
 def _draws(

@@ -13,22 +13,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvspeed.eval.drawing import COLOURS, MARKERS, panels_of, pyplot, saved, with_legend
+from kvspeed.eval.plots_speed import plot_speed
+
 __all__ = ["plot_against", "plot_compression", "plot_loss", "plot_matrix", "plot_report", "plot_sinks"]
 
 _LABELS = {"flops": "FLOPs to the first token", "ttft_s": "time to first token, s"}
-_COLOURS = (
-    "#1b6ca8",
-    "#d1495b",
-    "#2e933c",
-    "#e08e0b",
-    "#6a4c93",
-    "#00808a",
-    "#8c564b",
-    "#555555",
-    "#b5179e",
-    "#7a8b00",
-)
-_MARKERS = "osD^vP*X<>"
 _PRESSED = re.compile(r"(?P<setup>[a-z-]+)\+(?P<press>[a-z]+)-(?P<percent>\d+)(?P<whole>-whole)?$")
 
 
@@ -42,7 +32,9 @@ def plot_report(found: Mapping[str, Any], folder: str | os.PathLike[str]) -> lis
     Raises:
         ImportError: matplotlib is not installed.
     """
-    _pyplot()
+    pyplot()
+    if str(found.get("kind", "")).endswith(".speed"):
+        return plot_speed(found, folder)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     rows = found["rows"]
@@ -66,11 +58,11 @@ def plot_against(rows: Sequence[Mapping[str, Any]], cost: str, path: str | os.Pa
         cost: "flops" or "ttft_s".
         path: of the PNG.
     """
-    plt = _pyplot()
+    plt = pyplot()
     kept = [row for row in rows if row[cost] is not None and not _PRESSED.match(row["method"])]
     tasks = list(dict.fromkeys(row["task"] for row in kept))
     methods = list(dict.fromkeys(row["method"] for row in kept))
-    figure, panels = _panels(plt, len(tasks))
+    figure, panels = panels_of(plt, len(tasks))
     for panel, task in zip(panels, tasks, strict=True):
         for number, method in enumerate(methods):
             for row in kept:
@@ -89,7 +81,7 @@ def plot_against(rows: Sequence[Mapping[str, Any]], cost: str, path: str | os.Pa
         panel.set_ylim(-0.03, 1.05)
         panel.grid(True, alpha=0.25)
     panels[0].set_ylabel("F1")
-    return _with_legend(plt, figure, panels, path)
+    return with_legend(plt, figure, panels, path)
 
 
 def plot_compression(rows: Sequence[Mapping[str, Any]], path: str | os.PathLike[str]) -> Path:
@@ -97,7 +89,7 @@ def plot_compression(rows: Sequence[Mapping[str, Any]], path: str | os.PathLike[
 
     Rows are named `packet+cur-30`, `packet+cur-30-whole` or `single+cur-30`; `packet` and `full` are the ends at 0.
     """
-    plt = _pyplot()
+    plt = pyplot()
     lines: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for row in rows:
         match = _PRESSED.match(row["method"])
@@ -107,7 +99,7 @@ def plot_compression(rows: Sequence[Mapping[str, Any]], path: str | os.PathLike[
     whole = {(row["task"], row["method"]): row["f1"] for row in rows}
     tasks = list(dict.fromkeys(task for task, _ in lines))
     presses = list(dict.fromkeys(name.rsplit(", ", 1)[1] for _, name in lines))
-    figure, panels = _panels(plt, len(tasks))
+    figure, panels = panels_of(plt, len(tasks))
     for panel, task in zip(panels, tasks, strict=True):
         for (of, name), points in lines.items():
             if of != task:
@@ -118,9 +110,9 @@ def plot_compression(rows: Sequence[Mapping[str, Any]], path: str | os.PathLike[
             panel.plot(
                 *zip(*points, strict=True),
                 label=name,
-                color=_COLOURS[presses.index(press) % len(_COLOURS)],
+                color=COLOURS[presses.index(press) % len(COLOURS)],
                 linestyle={"packet": "-", "packet-whole": ":", "single": "--"}.get(setup, "-."),
-                marker=_MARKERS[presses.index(press) % len(_MARKERS)],
+                marker=MARKERS[presses.index(press) % len(MARKERS)],
                 markersize=4,
             )
         panel.set_title(task, fontsize=10)
@@ -128,12 +120,12 @@ def plot_compression(rows: Sequence[Mapping[str, Any]], path: str | os.PathLike[
         panel.set_ylim(-0.03, 1.05)
         panel.grid(True, alpha=0.25)
     panels[0].set_ylabel("F1")
-    return _with_legend(plt, figure, panels, path)
+    return with_legend(plt, figure, panels, path)
 
 
 def plot_matrix(rows: Sequence[Mapping[str, Any]], path: str | os.PathLike[str]) -> Path:
     """F1 of each adapter (rows `packet@NAME`, and `packet`) on each task."""
-    plt = _pyplot()
+    plt = pyplot()
     chosen = [row for row in rows if row["method"].partition("@")[0] == "packet"]
     methods = list(dict.fromkeys(row["method"] for row in chosen))
     tasks = list(dict.fromkeys(row["task"] for row in chosen))
@@ -149,7 +141,7 @@ def plot_matrix(rows: Sequence[Mapping[str, Any]], path: str | os.PathLike[str])
     panel.set_yticks(range(len(methods)), [method.partition("@")[2] or "packet" for method in methods])
     panel.set_xlabel("asked about")
     panel.set_ylabel("adapter trained on")
-    return _saved(plt, figure, path)
+    return saved(plt, figure, path)
 
 
 def plot_sinks(
@@ -162,18 +154,18 @@ def plot_sinks(
         borders: name -> positions at which a document begins (they get a vertical line).
         path: of the PNG.
     """
-    plt = _pyplot()
+    plt = pyplot()
     figure, panels = plt.subplots(len(profiles), 1, figsize=(8, 1.9 * len(profiles)), squeeze=False)
     for number, (name, shares) in enumerate(profiles.items()):
         panel = panels[number][0]
-        panel.bar(range(len(shares)), shares, width=1.0, color=_COLOURS[number % len(_COLOURS)])
+        panel.bar(range(len(shares)), shares, width=1.0, color=COLOURS[number % len(COLOURS)])
         panel.set_yscale("log")
         panel.set_ylabel("attention")
         panel.set_title(name, fontsize=9, loc="left")
         for border in borders[name]:
             panel.axvline(border - 0.5, color="black", linewidth=0.6, alpha=0.5)
     panels[-1][0].set_xlabel("position")
-    return _saved(plt, figure, path)
+    return saved(plt, figure, path)
 
 
 def plot_loss(curves: Mapping[str, str | os.PathLike[str]], path: str | os.PathLike[str]) -> Path:
@@ -186,14 +178,14 @@ def plot_loss(curves: Mapping[str, str | os.PathLike[str]], path: str | os.PathL
     Raises:
         ValueError: a file has no such columns.
     """
-    plt = _pyplot()
+    plt = pyplot()
     figure, panel = plt.subplots(figsize=(6, 3.6))
     for number, (name, file) in enumerate(curves.items()):
         with open(file, newline="", encoding="utf-8") as lines:
             entries = list(csv.DictReader(lines))
         if not entries or not {"step", "loss"} <= set(entries[0]):
             raise ValueError(f"{file}: has no columns step and loss; give the curve.csv of kvspeed train-adapter")
-        colour = _COLOURS[number % len(_COLOURS)]
+        colour = COLOURS[number % len(COLOURS)]
         for column, style in (
             ("loss", {"alpha": 0.5, "linewidth": 1.0}),
             ("dev_loss", {"marker": "o", "markersize": 3}),
@@ -206,57 +198,16 @@ def plot_loss(curves: Mapping[str, str | os.PathLike[str]], path: str | os.PathL
     panel.set_ylabel("loss")
     panel.grid(True, alpha=0.25)
     panel.legend(fontsize=8)
-    return _saved(plt, figure, path)
-
-
-def _pyplot() -> Any:
-    try:
-        import matplotlib
-    except ImportError:
-        raise ImportError("plots need matplotlib, which is not installed: pip install 'kvspeed[plots]'") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
-def _panels(plt: Any, count: int) -> tuple[Any, list[Any]]:
-    figure, panels = plt.subplots(
-        1, max(count, 1), figsize=(1.2 + 3.3 * max(count, 1), 3.8), sharey=True, squeeze=False
-    )
-    return figure, list(panels[0])
+    return saved(plt, figure, path)
 
 
 def _style(number: int, method: str) -> dict[str, Any]:
     ours = method.partition("@")[0] == "packet"
     return {
-        "color": _COLOURS[number % len(_COLOURS)],
-        "marker": "*" if ours else _MARKERS[number % len(_MARKERS)],
+        "color": COLOURS[number % len(COLOURS)],
+        "marker": "*" if ours else MARKERS[number % len(MARKERS)],
         "markersize": 13 if ours else 6,
         "linestyle": "none",
         "elinewidth": 0.8,
         "capsize": 2,
     }
-
-
-def _with_legend(plt: Any, figure: Any, panels: Sequence[Any], path: str | os.PathLike[str]) -> Path:
-    names: dict[str, Any] = {}
-    for panel in panels:
-        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
-            names.setdefault(label, handle)
-    figure.legend(names.values(), names.keys(), loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8, frameon=False)
-    return _saved(plt, figure, path)
-
-
-def _saved(plt: Any, figure: Any, path: str | os.PathLike[str]) -> Path:
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.png")
-    try:
-        figure.tight_layout()
-        figure.savefig(part, dpi=120, bbox_inches="tight")
-        os.replace(part, path)
-    finally:
-        plt.close(figure)
-        part.unlink(missing_ok=True)
-    return path

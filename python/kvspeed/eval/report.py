@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -13,14 +12,19 @@ from statistics import mean, median
 from typing import Any
 
 from kvspeed.eval.bootstrap import mean_interval, ratio_interval
+from kvspeed.eval.checks import satisfied
 from kvspeed.eval.journal import Record
+from kvspeed.eval.report_speed import averages, seconds_text, speed_tables
 from kvspeed.eval.runner import FULL, Runner
-from kvspeed.eval.score import corpus_f1
+from kvspeed.eval.score import copied, corpus_f1, exact_match, f1
+from kvspeed.eval.tasks.spec import TaskSpec
 from kvspeed.samples import Sample
+from kvspeed.speed.loops import loop_rates
 
-__all__ = ["KIND", "markdown", "read_report", "report", "write_text"]
+__all__ = ["KINDS", "markdown", "read_report", "report", "score_of", "write_text"]
 
-KIND = "kvspeed.eval.packets"
+KINDS = ("packets", "speed")
+_PREFIX = "kvspeed.eval."
 VERSION = 1
 
 
@@ -36,31 +40,54 @@ def report(runner: Runner, *, command: Sequence[str] = ()) -> dict[str, Any]:
         records = runner.records(task)
         samples = {sample.id: sample for sample in runner.samples[task.text]}
         full = {record["sample"]: record for record in records.get(FULL, [])}
-        rows += [_row(task.text, name, found, full, samples) for name, found in records.items() if found]
+        rows += [_row(runner, task, name, found, full, samples) for name, found in records.items() if found]
     plan = runner.plan
     return {
-        "kind": KIND,
+        "kind": _PREFIX + runner.kind,
         "version": VERSION,
         "command": list(command),
         "model": runner.header["name"],
         "model_fingerprint": runner.header["model"],
         "dtype": runner.header["dtype"],
         "adapters": {name: adapter.fingerprint() for name, adapter in sorted(runner.adapters.items())},
+        "weights": {
+            name: {"fingerprint": weights.fingerprint(), "training": weights.training}
+            for name, weights in sorted(runner.weights.items())
+        },
         "seed": plan.seed,
         "split": plan.split,
         "samples": plan.samples,
         "questions_per_context": plan.questions_per_context,
         "machine": _machine(runner.model),
         "rows": rows,
+        "averages": averages(rows) if runner.kind == "speed" else [],
     }
 
 
+def score_of(task: TaskSpec, sample: Sample, said: str) -> float:
+    """The one score of an answer that the task counts, 0 to 1."""
+    if sample.checks:
+        return float(satisfied(said, sample.checks))
+    return float({"f1": f1, "em": exact_match, "copied": copied}[task.metric](said, sample.answers))
+
+
 def _row(
-    task: str, method: str, records: list[Record], full: Mapping[str, Record], samples: Mapping[str, Sample]
+    runner: Runner,
+    task: TaskSpec,
+    method: str,
+    records: list[Record],
+    full: Mapping[str, Record],
+    samples: Mapping[str, Sample],
 ) -> dict[str, Any]:
     scores = [record["f1"] for record in records]
     groups = [record["group"] for record in records]
-    row: dict[str, Any] = {"task": task, "method": method, "questions": len(records), "contexts": len(set(groups))}
+    row: dict[str, Any] = {
+        "task": task.text,
+        "category": task.category,
+        "method": method,
+        "questions": len(records),
+        "contexts": len(set(groups)),
+    }
     row["f1"], row["f1_interval"] = mean(scores), mean_interval(scores, groups)
     both = [record for record in records if record["sample"] in full]
     reference = [full[record["sample"]]["f1"] for record in both]
@@ -69,17 +96,24 @@ def _row(
         ours = [record["f1"] for record in both]
         row["f1_of_full"] = sum(ours) / sum(reference)
         row["f1_of_full_interval"] = ratio_interval(ours, reference, [record["group"] for record in both])
+    counted = {record["sample"]: score_of(task, samples[record["sample"]], record["prediction"]) for record in records}
+    row["score"], row["score_interval"] = mean(counted.values()), mean_interval(list(counted.values()), groups)
+    lost = [counted[r["sample"]] - score_of(task, samples[r["sample"]], full[r["sample"]]["prediction"]) for r in both]
+    row["over_full"] = mean(lost) if lost else None
+    row["over_full_interval"] = mean_interval(lost, [record["group"] for record in both]) if lost else None
+    loops = loop_rates([record["token_ids"] for record in records], ignore=runner.context.eos)
+    row["loop_rate"], row["loop_span_rate"] = loops.unit_rate, loops.span_rate
     for name in ("em", "contains", "string_match"):
         row[name] = mean(record[name] for record in records)
     row["corpus_f1"] = corpus_f1(
         [record["prediction"] for record in records], [samples[record["sample"]].answers[0] for record in records]
     )
-    for name in ("ttft_s", "end_to_end_s"):
+    for name in ("ttft_s", "step_s", "end_to_end_s"):
         # only questions that full recompute was timed on too, so that a ratio compares the same prompts
-        found = [r for r in records if r[name] is not None]
-        row[name] = median(r[name] for r in found) if found else None
+        found = [r for r in records if r.get(name) is not None]
+        row[name] = median(float(r[name]) for r in found) if found else None
         row[name.replace("_s", "_questions")] = len(found)
-        pairs = [(full[r["sample"]][name], r[name]) for r in found if r["sample"] in full]
+        pairs = [(full[r["sample"]].get(name), r[name]) for r in found if r["sample"] in full]
         pairs = [(a, b) for a, b in pairs if a is not None]
         row[name.replace("_s", "_speedup")] = (
             median(a for a, _ in pairs) / median(b for _, b in pairs) if pairs else None
@@ -88,16 +122,22 @@ def _row(
         row[name] = round(mean(record[name] for record in records))
     row["seconds"] = mean(record["seconds"] for record in records)
     row["f1_each"] = [round(score, 4) for score in scores]
+    if runner.kind == "speed":
+        row["score_each"] = [round(score, 4) for score in counted.values()]
+        row["groups"] = [list(dict.fromkeys(groups)).index(group) for group in groups]
+        row["samples"] = [record["sample"] for record in records]
     return row
 
 
 def markdown(found: Mapping[str, Any]) -> str:
-    """The report's table, one section a task."""
+    """The report's tables: one a task for packets; for SPEED scores by category and costs by length."""
     lines = [
         f"Model {found['model']}, {found['dtype']}; seed {found['seed']}, split {found['split']}; "
         f"{found['machine']['processor']}, {found['machine']['threads']} threads; brackets: 95 % bootstrap intervals.",
         "",
     ]
+    if found["kind"] == _PREFIX + "speed":
+        return "\n".join([*lines, *speed_tables(found)])
     for task in dict.fromkeys(row["task"] for row in found["rows"]):
         rows = [row for row in found["rows"] if row["task"] == task]
         lines += [
@@ -123,9 +163,9 @@ def _line(row: Mapping[str, Any]) -> str:
         of_full,
         f"{row['em']:.3f}",
         f"{row['corpus_f1']:.3f}",
-        _seconds(row["ttft_s"]),
+        seconds_text(row["ttft_s"]),
         "-" if row["ttft_speedup"] is None else f"{row['ttft_speedup']:.1f}x",
-        _seconds(row["end_to_end_s"]),
+        seconds_text(row["end_to_end_s"]),
         _flops(row["flops"]),
         f"{row['kv_bytes'] / 2**20:.1f} MiB",
     ]
@@ -133,7 +173,7 @@ def _line(row: Mapping[str, Any]) -> str:
 
 
 def read_report(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """A report that `kvspeed eval packets --json` wrote.
+    """A report that `kvspeed eval packets --json` or `kvspeed eval speed --json` wrote.
 
     Raises:
         OSError: the file cannot be read.
@@ -142,9 +182,10 @@ def read_report(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: is no JSON ({error}); a file of kvspeed eval packets --json is expected") from None
-    if not isinstance(found, dict) or found.get("kind") != KIND or not isinstance(found.get("rows"), list):
-        raise ValueError(f"{path}: is no report of kvspeed eval packets; give the file that --json wrote")
+        raise ValueError(f"{path}: is no JSON ({error}); a file of kvspeed eval ... --json is expected") from None
+    kinds = {_PREFIX + kind for kind in KINDS}
+    if not isinstance(found, dict) or found.get("kind") not in kinds or not isinstance(found.get("rows"), list):
+        raise ValueError(f"{path}: is no report of kvspeed eval; give the file that --json wrote")
     if found.get("version") != VERSION:
         raise ValueError(f"{path}: is of version {found.get('version')!r}, this kvspeed reads {VERSION}")
     return found
@@ -193,12 +234,6 @@ def _processor() -> str:
 def _spread(values: Sequence[int]) -> str:
     least, most = min(values), max(values)
     return str(least) if least == most else f"{least} to {most}"
-
-
-def _seconds(value: float | None) -> str:
-    if value is None or math.isnan(value):
-        return "-"
-    return f"{value:.2f} s" if value >= 1 else f"{1e3 * value:.0f} ms" if value >= 0.01 else f"{1e3 * value:.1f} ms"
 
 
 def _flops(value: float) -> str:

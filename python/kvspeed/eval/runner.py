@@ -1,6 +1,9 @@
 # Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
 """Asks every question of every task by every method, and keeps a record of each answer.
 
+What `kvspeed eval packets` and `kvspeed eval speed` share: they differ in their methods, and in whether methods may
+bring weights of their own.
+
 All methods answer a question one after the other, in an order that changes from question to question, so that a busy
 moment of the machine hits all alike. Documents are computed once for all questions and methods that can share them.
 """
@@ -10,15 +13,16 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvspeed.eval.answer import Answer, SharedFull, end_to_end
+from kvspeed.eval.answer import Answer, end_to_end
 from kvspeed.eval.journal import Journal, Record
-from kvspeed.eval.methods import Context, Method, get_method
+from kvspeed.eval.methods import METHODS, Context, Method, get_method
 from kvspeed.eval.score import contains, exact_match, f1, string_match
 from kvspeed.eval.tasks.spec import TaskSpec
+from kvspeed.eval.weights import Weights
 from kvspeed.fingerprint import model_fingerprint
 from kvspeed.packet import PacketAdapter
 from kvspeed.samples import INSTRUCTION, SEPARATOR, Sample, check_samples
@@ -34,7 +38,8 @@ class Plan:
 
     Attributes:
         tasks: in the order of the tables.
-        methods: names as `get_method` takes them; `packet@NAME` uses the adapter of that name.
+        methods: names as `get_method` takes them; `packet@NAME` uses the adapter of that name, `speed-22@NAME` the
+            weights of that name. Weights and adapters that are called as a method are that method's without an @.
         samples: questions a task.
         seed: of the tasks.
         split: "train", "dev" or "test".
@@ -42,7 +47,9 @@ class Plan:
             intervals take it into account.
         timed: the first so many questions of a task are timed; the others are answered in the cheapest way.
         end_to_end: the first so many questions of a task are timed from files too.
-        max_new_tokens: the most tokens of an answer; None: by the task.
+        steps: decoding steps that are timed after each answer of a timed question; 0: none.
+        max_new_tokens: the most tokens of an answer; None: by the task,
+        least_new_tokens: and at least so many.
         shard: (index, count): this process takes the contexts whose number leaves `index` over `count`.
     """
 
@@ -54,7 +61,9 @@ class Plan:
     questions_per_context: int = 1
     timed: int = 20
     end_to_end: int = 0
+    steps: int = 0
     max_new_tokens: int | None = None
+    least_new_tokens: int = 1
     shard: tuple[int, int] = (0, 1)
 
     def __post_init__(self) -> None:
@@ -68,7 +77,13 @@ class Plan:
         index, count = self.shard
         if count < 1 or not 0 <= index < count:
             raise ValueError(f"shard: got {index} of {count}; the first of two is 0/2, the second 1/2")
-        for what, least in (("samples", 1), ("questions_per_context", 1), ("timed", 0), ("end_to_end", 0)):
+        for what, least in (
+            ("samples", 1),
+            ("questions_per_context", 1),
+            ("timed", 0),
+            ("end_to_end", 0),
+            ("steps", 0),
+        ):
             if getattr(self, what) < least:
                 raise ValueError(f"{what}: got {getattr(self, what)}, give at least {least}")
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
@@ -76,7 +91,7 @@ class Plan:
 
     def limit(self, task: TaskSpec) -> int:
         """The most tokens of an answer of this task."""
-        return self.max_new_tokens or task.answer_tokens
+        return self.max_new_tokens or max(task.answer_tokens, self.least_new_tokens)
 
 
 class Runner:
@@ -86,8 +101,11 @@ class Runner:
         model: a causal LM, patched without a k or not patched.
         tokenizer: its tokenizer.
         plan: what to do.
-        adapters: name -> adapter; the one named "" serves `packet`, others `packet@NAME`. May be empty where no method
-            needs one.
+        adapters: name -> adapter; the one named "" serves where no other is named. May be empty where no method needs
+            one.
+        weights: name -> weights that a method uses instead of the model.
+        known: the methods to choose from, `METHODS` or `SPEED_METHODS`.
+        kind: of evaluation; journals of one kind are refused by the other.
         path: of the journal; None keeps records in memory only.
         model_name: for the report.
         chat_template_kwargs: further arguments for the chat template.
@@ -104,34 +122,46 @@ class Runner:
         plan: Plan,
         *,
         adapters: Mapping[str, PacketAdapter] | None = None,
+        weights: Mapping[str, Weights] | None = None,
+        known: Mapping[str, Callable[..., Method]] = METHODS,
+        kind: str = "packets",
         path: str | Path | None = None,
         model_name: str = "",
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        self.model, self.tokenizer, self.plan = model, tokenizer, plan
-        self.adapters = dict(adapters or {})
-        self.methods = {name: self._method(name) for name in plan.methods}
+        self.model, self.tokenizer, self.plan, self.kind = model, tokenizer, plan, kind
+        self.adapters, self.weights = dict(adapters or {}), dict(weights or {})
+        self.methods = {name: get_method(name.partition("@")[0], known) for name in plan.methods}
+        self._made_with = {name: self._source(name) for name in plan.methods}
         self.samples: dict[str, list[Sample]] = {task.text: self._load(task) for task in plan.tasks}
         longest = max(plan.limit(task) for task in plan.tasks)
-        needed = {self._adapter_name(name) for name in plan.methods}
-        self.contexts = {
-            name: Context(
-                model,
-                tokenizer,
-                adapter=self.adapters.get(name),
-                max_new_tokens=longest,
-                chat_template_kwargs=chat_template_kwargs,
-            )
-            for name in sorted(needed | {""})
+        self._contexts = {
+            key: self._context(*key, max_new_tokens=longest, chat_template_kwargs=chat_template_kwargs)
+            for key in sorted({("", ""), *self._made_with.values()})
         }
+        self._fingerprints = {name: self._fingerprint(name) for name in plan.methods}
         self.header = {
             "model": model_fingerprint(model),
             "name": model_name,
-            "dtype": str(self.contexts[""].dtype).removeprefix("torch."),
+            "dtype": str(self.context.dtype).removeprefix("torch."),
             "prompt": [INSTRUCTION, SEPARATOR, chat_template_kwargs or {}],
+            **({} if kind == "packets" else {"kind": kind}),
         }
         self._memory: list[Record] = []
         self.journal = Journal(path, self.header) if path is not None else None
+
+    @property
+    def context(self) -> Context:
+        """The run's own model, without what single methods bring."""
+        return self._contexts["", ""]
+
+    def context_of(self, name: str) -> Context:
+        """The model as a method of the plan uses it."""
+        return self._contexts[self._made_with[name]]
+
+    def weights_of(self, name: str) -> Weights | None:
+        """The weights that a method of the plan brings."""
+        return self.weights.get(self._made_with[name][0])
 
     # ---- what there is to do ---------------------------------------------------------------------------------------
 
@@ -172,32 +202,38 @@ class Runner:
     # ---- one answer ------------------------------------------------------------------------------------------------
 
     def _record(self, task: TaskSpec, number: int, sample: Sample, name: str, drafts: list[list[int]]) -> Record:
-        context, limit = self.contexts[self._adapter_name(name)], self.plan.limit(task)
+        context, limit, method = self.context_of(name), self.plan.limit(task), self.methods[name]
         is_timed = number < self.plan.timed
-        method = self.methods[name]
-        if name == FULL and not is_timed and self._shares_documents(task, number):
-            method = SharedFull()
         documents, question = sample.documents, sample.question
-        try:
-            answer = Answer.of(method, context, documents, question, max_new_tokens=limit, drafts=drafts)
-        except ValueError as error:
-            raise ValueError(f"{task.text}, sample {sample.id}, method {name}: {error}") from error
+        cheaper = method.shared(context) if not is_timed and self._shares_documents(task, number) else None
+        steps = self.plan.steps if is_timed else 0
         total = None
-        if number < self.plan.end_to_end:
-            total = end_to_end(self.methods[name], context, documents, question)
+        with method.serving(context):
+            try:
+                answer = Answer.of(
+                    cheaper or method, context, documents, question, max_new_tokens=limit, drafts=drafts, steps=steps
+                )
+            except ValueError as error:
+                raise ValueError(f"{task.text}, sample {sample.id}, method {name}: {error}") from error
+            if number < self.plan.end_to_end:
+                total = end_to_end(method, context, documents, question)
+            if cheaper is not None:  # its answers are the method's, its costs are not
+                prepared = method.prepare(context, documents)
+                answer = replace(
+                    answer,
+                    flops=int(method.flops(prepared, answer.question_tokens)),
+                    kv_bytes=int(method.kv_bytes(prepared)),
+                    stored_bytes=int(method.stored_bytes(prepared)),
+                )
         text = self.tokenizer.decode(answer.token_ids, skip_special_tokens=True)
         said = sample.prediction(text)
-        flops = answer.flops
-        if isinstance(method, SharedFull):
-            prepared = self.methods[FULL].prepare(context, documents)
-            flops = int(self.methods[FULL].flops(prepared, answer.question_tokens))
         return {
             "task": task.text,
             "sample": sample.id,
             "digest": sample_digest(sample),
             "group": _digest(sample.documents),
             "method": name,
-            "adapter": self._adapter_of(name),
+            "adapter": self._fingerprints[name],
             "max_new_tokens": limit,
             "text": text,
             "prediction": said,
@@ -208,17 +244,18 @@ class Runner:
             "token_ids": answer.token_ids,
             "prompt_tokens": answer.prompt_tokens,
             "question_tokens": answer.question_tokens,
-            "flops": flops,
+            "flops": answer.flops,
             "kv_bytes": answer.kv_bytes,
-            "stored_bytes": 0 if name == FULL else answer.stored_bytes,
+            "stored_bytes": answer.stored_bytes,
             "ttft_s": answer.ttft_s if is_timed else None,
+            "step_s": answer.step_s,
             "end_to_end_s": total,
             "seconds": answer.seconds,
         }
 
     def _drafts(self, task: TaskSpec, sample: Sample) -> list[list[int]]:
         """Likely answers: those that other methods gave, and the expected one."""
-        eos = sorted(self.contexts[""].eos)[:1]
+        eos = sorted(self.context.eos)[:1]
         given = self.tokenizer(sample.target, add_special_tokens=False)["input_ids"]
         known = [self._find(task, sample, name) for name in self.methods]
         return [*(row["token_ids"] for row in known if row is not None), [*given, *eos]]
@@ -226,8 +263,9 @@ class Runner:
     def _warm_up(self, sample: Sample, names: Sequence[str]) -> bool:
         """First calls are slow: threads, the allocator, the preamble."""
         for name in names:
-            context = self.contexts[self._adapter_name(name)]
-            Answer.of(self.methods[name], context, sample.documents, sample.question, max_new_tokens=1)
+            context, method = self.context_of(name), self.methods[name]
+            with method.serving(context):
+                Answer.of(method, context, sample.documents, sample.question, max_new_tokens=1)
         return True
 
     # ---- bookkeeping -----------------------------------------------------------------------------------------------
@@ -238,22 +276,30 @@ class Runner:
             task.load(plan.samples, seed=plan.seed, split=plan.split, questions_per_context=plan.questions_per_context)
         )
 
-    def _method(self, name: str) -> Method:
-        base, at, adapter = name.partition("@")
-        if at and adapter not in self.adapters:
-            known = ", ".join(other for other in self.adapters if other) or "none"
-            raise ValueError(f"methods: {name} needs an adapter named {adapter!r}; those given are {known}")
-        return get_method(base)
-
-    @staticmethod
-    def _adapter_name(method: str) -> str:
-        return method.partition("@")[2]
-
-    def _adapter_of(self, name: str) -> str | None:
-        """Fingerprint of the adapter that a method uses, so that a record of another one is not taken for its."""
-        adapter = self.adapters.get(self._adapter_name(name))
+    def _source(self, name: str) -> tuple[str, str]:
+        """The names of the weights and of the adapter that a method uses; "" where it has none of its own."""
+        base, at, given = name.partition("@")
+        wanted = given if at else base
+        if at and given not in self.adapters and given not in self.weights:
+            known = ", ".join(other for other in (*self.adapters, *self.weights) if other) or "none"
+            what = "an adapter" if base == "packet" else "weights or an adapter"
+            raise ValueError(f"methods: {name} needs {what} named {given!r}; those given are {known}")
         uses = getattr(self.methods[name], "adapter", False)
-        return adapter.fingerprint()[:16] if adapter is not None and uses else None
+        return wanted if wanted in self.weights else "", wanted if uses and wanted in self.adapters else ""
+
+    def _context(self, weights: str, adapter: str, **options: Any) -> Context:
+        own = self.weights.get(weights, Weights())
+        soft = self.adapters.get(adapter) if adapter or own.adapter is None else own.adapter
+        model = self.model if own.model is None else own.model
+        return Context(model, self.tokenizer, adapter=soft, swiftkv=own.swiftkv, **options)
+
+    def _fingerprint(self, name: str) -> str | None:
+        """Of the weights and the adapter that a method uses, so that a record of others is not taken for its."""
+        own, soft = self.weights_of(name), self.context_of(name).adapter
+        parts = [own.fingerprint()] if own is not None else []
+        if getattr(self.methods[name], "adapter", False) and soft is not None:
+            parts.append(soft.fingerprint()[:16])
+        return "+".join(parts) or None
 
     def _share(self, task: TaskSpec) -> Iterator[tuple[int, Sample]]:
         """(number, sample) of this process's shard; questions on the same documents stay together."""
@@ -280,14 +326,15 @@ class Runner:
         if row is None:
             return True
         timed, whole = number < self.plan.timed, number < self.plan.end_to_end
-        return (timed and row["ttft_s"] is None) or (whole and row["end_to_end_s"] is None)
+        missing = row["ttft_s"] is None or (self.plan.steps > 0 and row.get("step_s") is None)
+        return (timed and missing) or (whole and row["end_to_end_s"] is None)
 
     def _find(self, task: TaskSpec, sample: Sample, name: str) -> Record | None:
         key = {
             "task": task.text,
             "digest": sample_digest(sample),
             "method": name,
-            "adapter": self._adapter_of(name),
+            "adapter": self._fingerprints[name],
             "max_new_tokens": self.plan.limit(task),
         }
         if self.journal is not None:
@@ -305,6 +352,8 @@ def sample_digest(sample: Sample) -> str:
     """16 hex digits over everything in a sample but its id."""
     fields = asdict(sample)
     fields.pop("id")
+    if not sample.checks:  # so that journals from before there were any stay good
+        fields.pop("checks")
     return _digest(fields)
 
 

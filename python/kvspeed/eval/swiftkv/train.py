@@ -92,8 +92,8 @@ def train_swiftkv(
     ends = end_ids(model, tokenizer)[:1]
     rows = [_rows(part, tokenizer, ends, chat_template_kwargs) for part in (train, held)]
     limit = max_positions(model)
-    for name, ids, _ in [*rows[0].values(), *rows[1].values()] if limit is not None else []:
-        if len(ids) > limit:
+    for name, ids, _ in [*rows[0].values(), *rows[1].values()]:
+        if limit is not None and len(ids) > limit:
             raise ValueError(f"sample {name}: has {len(ids)} tokens and the model has {limit} positions; shorten it")
     contexts = contexts_of(tokenizer, train, chat_template_kwargs=chat_template_kwargs)
     plan = list(batches(contexts, batch_size, epochs, steps, seed))

@@ -198,10 +198,11 @@ class _Given(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         weights: SwiftKV = self.__dict__["_weights"]
+        key: tuple[str, int] = self.__dict__["_key"]
         linear = self.__dict__["_linear"]
         if linear is not None:  # the last rows of a prompt's input are those that go on
-            weights._raw[self._key] = linear(weights.rows.hidden[:, -hidden.shape[1] :])
-        return weights._raw[self._key]
+            weights._raw[key] = linear(weights.rows.hidden[:, -hidden.shape[1] :])
+        return weights._raw[key]
 
 
 class GroupedCache(KVCache):

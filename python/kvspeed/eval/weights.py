@@ -1,0 +1,80 @@
+# Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
+"""Weights that one method of an evaluation uses instead of the run's model: tuned models, LoRAs, SwiftKV's own."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvspeed.eval.swiftkv import SwiftKV
+from kvspeed.fingerprint import model_fingerprint
+from kvspeed.models import base_model
+from kvspeed.packet import PacketAdapter
+from kvspeed.patch import patch_model
+
+__all__ = ["Weights", "load_weights"]
+
+_TRAINING = ("method", "tokens_per_second", "peak_memory_bytes", "trained_tokens", "seconds", "steps", "samples")
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What a method runs with.
+
+    Attributes:
+        model: patched without a depth; None: the run's own.
+        swiftkv: SwiftKV's weights beside it.
+        adapter: a packet adapter that was trained with the model.
+        training: what its training took, for the report; {} where that is not known.
+    """
+
+    model: Any = None
+    swiftkv: SwiftKV | None = None
+    adapter: PacketAdapter | None = None
+    training: dict[str, Any] = field(default_factory=dict)
+
+    def fingerprint(self) -> str:
+        """Of all of it."""
+        parts = [model_fingerprint(self.model)] if self.model is not None else []
+        parts += [part.fingerprint() for part in (self.swiftkv, self.adapter) if part is not None]
+        return "+".join(part[:16] for part in parts)
+
+
+def load_weights(path: str | Path, model: Any, *, dtype: Any = None) -> Weights:
+    """Weights from a folder of `kvspeed tune-speed` (a model or a LoRA), or a file of `kvspeed eval train-swiftkv`.
+
+    Args:
+        path: the folder or file.
+        model: the run's model, not patched; a LoRA is merged into a copy of it.
+        dtype: of a whole model; None: as saved.
+
+    Raises:
+        FileNotFoundError: there is no such folder or file, or it holds no weights.
+        ValueError: they were made for another model.
+    """
+    path = Path(path)
+    if path.is_file():
+        return Weights(swiftkv=SwiftKV.load(path, model), training=_training(path.with_name(path.name + ".json")))
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path}: there is no such folder or file of weights")
+    from kvspeed.speed.tuning.trained import load_tuned
+
+    is_lora = (path / "adapter_config.json").is_file()
+    tuned, _ = load_tuned(path, copy.deepcopy(model) if is_lora else None, dtype=dtype)
+    device = next(model.parameters()).device
+    tuned = tuned.to(device).eval()
+    patch_model(tuned, len(base_model(tuned).layers))  # type: ignore[arg-type]
+    soft = path / "adapter.safetensors"
+    adapter = PacketAdapter.load(soft, tuned) if soft.is_file() else None
+    return Weights(tuned, adapter=adapter, training=_training(path / "report.json"))
+
+
+def _training(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return {name: found[name] for name in _TRAINING if name in found} if isinstance(found, dict) else {}
