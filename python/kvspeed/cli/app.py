@@ -13,10 +13,11 @@ from kvspeed.cli.ask import ask
 from kvspeed.cli.demo import demo
 from kvspeed.cli.diagnose import diagnose
 from kvspeed.cli.doctor import doctor
-from kvspeed.cli.evaluate import app as evaluate
+from kvspeed.cli.evaluate_speed import app as evaluate
 from kvspeed.cli.pack import pack
 from kvspeed.cli.store import app as store
 from kvspeed.cli.train_adapter import train_adapter
+from kvspeed.cli.tune_speed import tune_speed
 
 __all__ = ["app", "main"]
 
@@ -33,6 +34,7 @@ app.command()(doctor)
 app.command()(pack)
 app.command()(ask)
 app.command("train-adapter")(train_adapter)
+app.command("tune-speed")(tune_speed)
 app.add_typer(evaluate, name="eval")
 app.add_typer(store, name="store")
 app.command()(diagnose)

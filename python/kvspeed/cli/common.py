@@ -188,9 +188,15 @@ def _load_model(name: str | None, dtype: str | None) -> tuple[Any, Any, str]:
     _check_architecture(source, name)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    wanted = dtypes[dtype] if dtype else None
     try:
         with progress(f"loading {name}"):
-            model = AutoModelForCausalLM.from_pretrained(source, dtype=dtypes[dtype] if dtype else "auto")
+            if (Path(source) / "adapter_config.json").is_file():  # a LoRA, as kvspeed tune-speed writes it
+                from kvspeed.speed.tuning import load_tuned
+
+                model = load_tuned(source, dtype=wanted)[0]
+            else:
+                model = AutoModelForCausalLM.from_pretrained(source, dtype=wanted if wanted is not None else "auto")
             tokenizer = AutoTokenizer.from_pretrained(source)
     except Exception as error:
         raise Fault(f"--model: {name} could not be loaded ({_first_sentence(error)})") from error

@@ -25,6 +25,10 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "multihop": {"questions_per_context": 4},
     "niah": {"chunks": (2, 5), "chunk_tokens": (40, 120)},
     "niah-multikey": {"chunks": (2, 5), "chunk_tokens": (40, 120), "questions_per_context": 4},
+    "copying": {"documents": (3, 5), "questions_per_context": 3},
+    "arithmetic": {"documents": (2, 3), "questions_per_context": 6},
+    "instruction": {"documents": (2, 3), "questions_per_context": 6},
+    "code": {"questions_per_context": 6},
 }
 
 
@@ -112,7 +116,7 @@ def train_adapter(
     soft = _adapter(network, adapter, header, trailer, seed)
     if init == "preamble" and adapter is None:
         begin_with_preamble(soft, network, tokenizer)
-    with _bars() as progress:
+    with bars() as progress:
         report = train(
             network,
             tokenizer,
@@ -158,13 +162,14 @@ def generated(tasks: str, contexts: int, seed: int, split: str = "train") -> lis
         seed: of the samples.
         split: "train", "dev" or "test".
     """
-    from kvspeed.eval.tasks import GENERATED
+    from kvspeed.eval.tasks import GENERATED, SKILLS
 
+    makers = {**GENERATED, **SKILLS}
     weights: dict[str, float] = {}
     for part in filter(None, (part.strip() for part in tasks.split(","))):
         name, _, number = part.partition("=")
-        if name not in GENERATED or name in weights:
-            raise Fault(f"--tasks: got {name!r}, choose from {', '.join(GENERATED)}, each once")
+        if name not in makers or name in weights:
+            raise Fault(f"--tasks: got {name!r}, choose from {', '.join(makers)}, each once")
         try:
             weights[name] = float(number or 1)
         except ValueError:
@@ -172,13 +177,13 @@ def generated(tasks: str, contexts: int, seed: int, split: str = "train") -> lis
         if not 0 < weights[name] < float("inf"):
             raise Fault(f"--tasks: {part} has no weight above 0 after the =")
     if not weights:
-        raise Fault(f"--tasks: names no task; choose from {', '.join(GENERATED)}")
+        raise Fault(f"--tasks: names no task; choose from {', '.join(makers)}")
     placed: list[tuple[float, list[Sample]]] = []
     for name, weight in weights.items():
         options = _OPTIONS.get(name, {})
         questions = options.get("questions_per_context", 1)
         count = max(1, round(contexts * weight / sum(weights.values())))
-        made = GENERATED[name](count * questions, seed=seed, split=split, **options)
+        made = makers[name](count * questions, seed=seed, split=split, **options)
         for index in range(count):
             placed.append(((index + 0.5) / count, made[index * questions : (index + 1) * questions]))
     placed.sort(key=lambda pair: pair[0])
@@ -204,7 +209,7 @@ def _adapter(network: Any, file: Path | None, header: int, trailer: int, seed: i
 
 
 @contextmanager
-def _bars() -> Iterator[Callable[[str, int, int, StepRecord | None], None]]:
+def bars() -> Iterator[Callable[[str, int, int, StepRecord | None], None]]:
     """A bar for the teacher, one for the steps; where stderr is no terminal, a line now and then."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -32,7 +32,6 @@ __all__ = [
     "logits_of",
     "rows_hidden",
     "shared_cache",
-    "stack_of_rows",
 ]
 
 # Keys and values of each layer, `[H_kv, T, D]`, rotated for the positions at which they are used.
@@ -81,15 +80,23 @@ def blocks_kv(
         given["kvspeed_plan"] = Plan(cache=None, past=0, padding=None, plain_mask=True, kernels=False)
     with suppress(_Enough):
         base(inputs_embeds=torch.stack(rows), position_ids=positions, use_cache=True, **given)
-    found = [_layer(cache, index) for index in range(depth)]
+    found = [[part.unbind(0) for part in _layer(cache, index)] for index in range(depth)]
+    # a slice's gradient is a tensor of zeros with the slice's in it: only where there is padding
     return [
-        [(key[index, :, : len(block)], value[index, :, : len(block)]) for key, value in found]
+        [
+            (keys[index], values[index])
+            if len(block) == longest
+            else (keys[index][:, : len(block)], values[index][:, : len(block)])
+            for keys, values in found
+        ]
         for index, block in enumerate(blocks)
     ]
 
 
 def join_kv(blocks: Sequence[BlockKV]) -> BlockKV:
     """The KV of blocks side by side, in their order."""
+    if len(blocks) == 1:
+        return blocks[0]
     return [
         (torch.cat([key for key, _ in layer], dim=1), torch.cat([value for _, value in layer], dim=1))
         for layer in zip(*blocks, strict=True)
@@ -105,7 +112,11 @@ def rows_hidden(model: nn.Module, past: BlockKV, rows: Sequence[torch.Tensor]) -
         rows: input embeddings, `[T_i, hidden]` each; every row begins at the first position after `past`.
     """
     base = base_model(model)
-    embeds, positions = stack_of_rows(rows, past[0][0].shape[1])
+    held = past[0][0].shape[1]
+    longest = max(len(row) for row in rows)
+    padding = rows[0].new_zeros(longest, rows[0].shape[1])
+    embeds = torch.stack([torch.cat((row, padding[len(row) :])) for row in rows])
+    positions = (held + torch.arange(longest, device=embeds.device))[None].expand(len(rows), -1)
     hidden: Any = base(
         inputs_embeds=embeds,
         position_ids=positions,
@@ -113,14 +124,6 @@ def rows_hidden(model: nn.Module, past: BlockKV, rows: Sequence[torch.Tensor]) -
         **{cache_argument(base): shared_cache(past, len(rows))},
     ).last_hidden_state
     return [hidden[index, : len(row)] for index, row in enumerate(rows)]
-
-
-def stack_of_rows(rows: Sequence[torch.Tensor], start: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`[B, T, hidden]` of rows `[T_i, hidden]`, padded on the right, and their positions `[B, T]` from `start` on."""
-    longest = max(len(row) for row in rows)
-    padding = rows[0].new_zeros(longest, rows[0].shape[1])
-    embeds = torch.stack([torch.cat((row, padding[len(row) :])) for row in rows])
-    return embeds, (start + torch.arange(longest, device=embeds.device))[None].expand(len(rows), -1)
 
 
 def shared_cache(past: BlockKV, rows: int) -> DynamicCache:
@@ -132,9 +135,11 @@ def shared_cache(past: BlockKV, rows: int) -> DynamicCache:
 
 
 def logits_of(model: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    """float32 logits of last hidden states `[..., hidden]`, as the model's own forward makes them."""
+    """float32 logits (float64 of such a model) of last hidden states `[..., hidden]`, as the model's own forward makes
+    them."""
     inner: Any = causal_lm(model)
-    logits = inner.get_output_embeddings()(hidden).float()
+    logits = inner.get_output_embeddings()(hidden)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
     if getattr(inner.config, "model_type", "") == "granite":
         logits = logits / inner.config.logits_scaling
     cap = getattr(inner.config, "final_logit_softcapping", None)

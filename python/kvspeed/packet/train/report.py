@@ -9,6 +9,8 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvspeed.atomic import replacing
+
 __all__ = ["StepRecord", "TrainReport"]
 
 _COLUMNS = ("step", "loss", "dev_loss", "lr", "seconds", "tokens_per_s")
@@ -114,9 +116,5 @@ class TrainReport:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
+    with replacing(path) as part:
         part.write_bytes(content)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)

@@ -51,8 +51,8 @@ class Answer:
 
     def divergence(self, logits: torch.Tensor) -> torch.Tensor:
         """KL(teacher || student), summed over tokens, for student logits `[tokens, vocabulary]`; differentiable."""
-        log_q = torch.log_softmax(logits.float(), -1)
-        log_p = self.log_p.to(logits.device)
+        log_q = torch.log_softmax(logits, -1)
+        log_p = self.log_p.to(log_q)
         if self.ids is not None:
             ids = self.ids.to(logits.device, torch.long)
             kept = log_q.gather(-1, ids)

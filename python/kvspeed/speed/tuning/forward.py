@@ -16,8 +16,9 @@ from torch import nn
 
 from kvspeed.models import base_model
 from kvspeed.packet.adapter import PacketAdapter, input_embedding
-from kvspeed.packet.train.blocks import logits_of
-from kvspeed.packet.train.shallow import answer_states, context_blocks_kv
+from kvspeed.packet.train.blocks import BlockKV, logits_of
+from kvspeed.packet.train.contexts import Context
+from kvspeed.packet.train.shallow import anchors_kv, answer_states, context_blocks_kv
 from kvspeed.packet.train.teacher import Answer
 from kvspeed.patch import patched
 from kvspeed.plan import Plan, labelled_rows
@@ -75,6 +76,7 @@ class Learner:
         self.model, self.spec, self.loss, self.adapter, self.teacher = model, spec, loss, adapter, teacher
         self.micro_tokens, self.by_rows = micro_tokens, by_rows
         self._embedding = input_embedding(model)
+        self._anchors: dict[tuple[int, ...], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
 
     def evaluate(self, items: Sequence[Item]) -> Found:
         found = Found()
@@ -96,11 +98,18 @@ class Learner:
     def _run(self, items: Sequence[Item], use: Callable[[torch.Tensor, Sequence[torch.Tensor]], None]) -> None:
         """`use` is called for each part that makes one graph."""
         rows: list[Row] = []
+        self._anchors.clear()
         for item in items:
             if self._as_context(item):
                 use(*self._context(item))
             else:
                 rows += item_rows(item)
+        for leaves, computed in self._anchors.values():
+            # the anchors' own graph, once for all contexts
+            pairs = [(one, leaf.grad) for one, leaf in zip(computed, leaves, strict=True) if leaf.grad is not None]
+            if pairs:
+                torch.autograd.backward([one for one, _ in pairs], [grad for _, grad in pairs])
+        self._anchors.clear()
         for batch in micro_batches(rows, self.micro_tokens):
             use(*self._rows(batch))
 
@@ -126,12 +135,27 @@ class Learner:
         else:
             blocks = [torch.cat([preamble, *documents])]
         starts = [sum(map(len, blocks[:index])) for index in range(len(blocks))]
-        past = context_blocks_kv(self.model, self.spec, blocks, starts)
+        anchors = self._anchors_of(context) if self.spec is not None else None
+        past = context_blocks_kv(self.model, self.spec, blocks, starts, anchors)
         pairs = list(zip(context.queries, item.answers, strict=True))
         rows = [self._embed([*query.question, *answer.tokens[:-1]]) for query, answer in pairs]
         counts = [len(answer.tokens) for answer in item.answers]
         states = answer_states(self.model, self.spec, past, rows, counts)
         return list(logits_of(self.model, torch.cat(states)).split(counts))
+
+    def _anchors_of(self, context: Context) -> BlockKV | None:
+        """The anchors' KV above k: made once for all contexts of a pass that begin alike, leaves of their graphs. None
+        where the preamble does not hold them."""
+        assert self.spec is not None
+        ids = context.preamble[: self.spec.anchor_tokens]
+        if len(ids) < self.spec.anchor_tokens:
+            return None
+        if ids not in self._anchors:
+            computed = [part for pair in anchors_kv(self.model, self.spec, self._embed(ids)) for part in pair]
+            leaves = [part.detach().requires_grad_(part.requires_grad) for part in computed]
+            self._anchors[ids] = (leaves, computed)
+        leaves, _ = self._anchors[ids]
+        return list(zip(leaves[::2], leaves[1::2], strict=True))
 
     def _context(self, item: Item) -> tuple[torch.Tensor, list[torch.Tensor]]:
         logits = self.context_logits(item)
