@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from kvspeed import PacketAdapter, Sample, patch_model
-from kvspeed.eval import plots
+from kvspeed.eval import drawing, plots
 from kvspeed.eval.sinks import attention_profile
 from tiny_models import tiny_model
 
@@ -50,7 +50,8 @@ def test_a_report_gets_the_plots_that_it_has_rows_for(tmp_path):
 def drawn(monkeypatch) -> list:
     """The figures, kept open."""
     figures = []
-    monkeypatch.setattr(plots, "saved", lambda plt, figure, path: figures.append(figure))
+    for module in (plots, drawing):
+        monkeypatch.setattr(module, "saved", lambda plt, figure, path: figures.append(figure))
     return figures
 
 
