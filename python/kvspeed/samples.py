@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from kvspeed.atomic import replacing
+
 __all__ = [
     "ANSWER_MARK",
     "INSTRUCTION",
@@ -178,14 +180,9 @@ def write_samples(path: str | os.PathLike[str], samples: Iterable[Sample]) -> No
         TypeError, ValueError: as `check_samples`, before anything is written.
         OSError: the file cannot be written.
     """
-    path = Path(path)
     text = "".join(json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in check_samples(samples))
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
+    with replacing(path) as part:
         part.write_text(text, encoding="utf-8", newline="\n")
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _lines(path: Path) -> list[str]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 
+from kvspeed.atomic import replacing
 from kvspeed.digest import tensor_digest
 from kvspeed.packet.container import ContainerError, map_file, parse_head, parse_tensors, write_head, write_pieces
 
@@ -93,22 +93,13 @@ def write_tensor_file(
         TypeError, ValueError: `header` is not JSON-able or a dtype has no place in safetensors.
     """
     path = Path(path)
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"cannot write {path}: the folder {path.parent} does not exist")
-    if path.is_dir():
-        raise IsADirectoryError(f"cannot write {path}: it is a folder; give the name of a file")
-    encoded = encode_tensor_file(format, version, header, tensors)
-    temporary = path.parent / f".kvspeed-{os.getpid()}-{secrets.token_hex(8)}.tmp"
-    try:
-        with open(temporary, "xb") as file:
+    with replacing(path) as part:
+        encoded = encode_tensor_file(format, version, header, tensors)
+        with open(part, "xb") as file:
             for piece in encoded.pieces():
                 file.write(piece)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
     _sync_folder(path.parent)
 
 

@@ -130,19 +130,18 @@ def remembered_choice(model: nn.Module) -> DepthChoice | None:
 def loss_bound(lost: Sequence[float], confidence: float | None) -> float:
     """What the mean loss of a task is at most, from the losses of some samples, each -1 .. 1.
 
-    One sample that loses all and one that gains all are added (as Agresti and Coull do for rates), since losses that
-    happen to be all alike have a variance of zero, which says nothing; then the normal bound is taken.
+    The normal bound, but for the variance one sample that loses all and one that gains all are added: losses that happen
+    to be all alike have a variance of zero, which would say that a few samples prove everything.
 
     Args:
         lost: at least one.
         confidence: of the bound, one-sided, 0 .. 1; None: the mean itself.
     """
+    mean = sum(lost) / len(lost)
     if confidence is None:
-        return sum(lost) / len(lost)
-    count = len(lost) + 2
-    mean = sum(lost) / count
-    variance = (sum(one * one for one in lost) + 2) / count - mean * mean
-    return mean + NormalDist().inv_cdf(confidence) * math.sqrt(max(variance, 0.0) / count)
+        return mean
+    variance = (sum(one * one for one in lost) + 2) / (len(lost) + 2) - mean * mean
+    return mean + NormalDist().inv_cdf(confidence) * math.sqrt(max(variance, 0.0) / len(lost))
 
 
 def least_samples(budget: float, confidence: float | None) -> int:
@@ -153,4 +152,4 @@ def least_samples(budget: float, confidence: float | None) -> int:
         raise ValueError(
             "a budget of 0 cannot be shown to be kept with a confidence; give confidence=None, or a budget"
         )
-    return max(1, math.ceil(NormalDist().inv_cdf(confidence) * math.sqrt(2) / budget - 2))
+    return max(1, math.ceil(math.sqrt(1 + 2 * (NormalDist().inv_cdf(confidence) / budget) ** 2) - 1))
