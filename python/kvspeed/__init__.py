@@ -22,6 +22,7 @@ _EXPORTS = {
     "SpeedSpec": "kvspeed.rule",
     "VerifyReport": "kvspeed.gate",
     "assemble": "kvspeed.packet",
+    "at_depth": "kvspeed.patch",
     "build_packet": "kvspeed.packet",
     "build_preamble": "kvspeed.packet",
     "generate": "kvspeed.packet",

@@ -16,7 +16,8 @@ from torch import nn
 from transformers.cache_utils import Cache
 
 from kvspeed.cache import KVCache
-from kvspeed.plan import Plan, labelled_rows, plan_deep
+from kvspeed.labelled import labelled_rows
+from kvspeed.plan import Plan, plan_deep
 from kvspeed.rule import SpeedSpec
 
 __all__ = [

@@ -11,13 +11,17 @@ from kvspeed.speed.prefill import PromptKV, prompt_kv
 
 # On first use: tuning stands on packets, whose modules need those above.
 _LATER = {
+    "DepthChoice": "kvspeed.speed.choice",
     "TuneReport": "kvspeed.speed.tuning",
+    "choose_depth": "kvspeed.speed.auto",
     "load_tuned": "kvspeed.speed.tuning",
     "read_messages": "kvspeed.speed.tuning",
+    "remember_choice": "kvspeed.speed.choice",
     "tune": "kvspeed.speed.tuning",
 }
 
 __all__ = [
+    "DepthChoice",
     "Loop",
     "LoopDetector",
     "LoopRates",
@@ -26,11 +30,13 @@ __all__ = [
     "PromptKV",
     "SpeedSpec",
     "TuneReport",
+    "choose_depth",
     "find_loop",
     "load_tuned",
     "loop_rates",
     "prompt_kv",
     "read_messages",
+    "remember_choice",
     "speed_mask",
     "template_anchor",
     "tune",

@@ -165,7 +165,7 @@ def automatic(
             f'k is "auto", and a choice in the model\'s config {why}: give tokenizer and calibration, a list of '
             "kvspeed.Sample of every kind of task, to choose by"
         )
-    found = choose_depth(model, tokenizer, samples, rule=rule, **({} if budget is None else {"budget": budget}))
+    found = choose_depth(model, tokenizer, samples, rule=rule, budget=BUDGET if budget is None else budget)
     remember_choice(model, found)
     return found
 

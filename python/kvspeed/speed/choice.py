@@ -130,8 +130,8 @@ def remembered_choice(model: nn.Module) -> DepthChoice | None:
 def loss_bound(lost: Sequence[float], confidence: float | None) -> float:
     """What the mean loss of a task is at most, from the losses of some samples, each -1 .. 1.
 
-    The normal bound, but for the variance one sample that loses all and one that gains all are added: losses that happen
-    to be all alike have a variance of zero, which would say that a few samples prove everything.
+    The normal bound, but to the variance one sample that loses all and one that gains all are added: losses that
+    happen to be all alike have a variance of zero, which would say that a few samples prove everything.
 
     Args:
         lost: at least one.

@@ -2,7 +2,7 @@
 """The loss of a model under SPEED, with as little work as there is: what the training loop calls.
 
 Contexts run once for all their questions (`packet.train.shallow`). Conversations run as a ragged batch in which the
-layers >= k take the gathered deep rows alone: the anchors, the answers and what predicts them (`plan.labelled_rows`).
+layers >= k take the gathered deep rows alone: the anchors, the answers and what predicts them (`kvspeed.labelled`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from kvspeed.labelled import labelled_rows
 from kvspeed.models import base_model
 from kvspeed.packet.adapter import PacketAdapter, input_embedding
 from kvspeed.packet.train.blocks import BlockKV, logits_of
@@ -21,7 +22,7 @@ from kvspeed.packet.train.contexts import Context
 from kvspeed.packet.train.shallow import anchors_kv, answer_states, context_blocks_kv
 from kvspeed.packet.train.teacher import Answer
 from kvspeed.patch import patched
-from kvspeed.plan import Plan, labelled_rows
+from kvspeed.plan import Plan
 from kvspeed.rule import SpeedSpec
 from kvspeed.speed.tuning.items import Item, item_rows, micro_batches
 from kvspeed.speed.tuning.rows import Row
