@@ -15,7 +15,7 @@ import torch
 import transformers
 from kvspeed import Sample, SpeedSpec
 from kvspeed.patch import at_depth, state_of
-from kvspeed.speed import auto
+from kvspeed.speed import auto, trial
 from kvspeed.speed.auto import choose_depth, sample_ids, word_f1
 from kvspeed.speed.choice import (
     DepthChoice,
@@ -46,7 +46,7 @@ class Scorer:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, keeps: dict[str, set[int]], lost: float = 1.0) -> None:
         self.keeps, self.lost, self.asked = keeps, lost, dict[str, set[int]]()
-        monkeypatch.setattr(auto, "answers_at", self.answers)
+        monkeypatch.setattr(trial, "answers_at", self.answers)
 
     def answers(self, model: Any, ids: Any, depths: Any, **options: Any) -> dict[int, list[int]]:
         return {k: [100 + k] for k in depths}
@@ -410,3 +410,27 @@ def test_bad_calls_of_patch_model() -> None:
 def test_a_model_in_training_mode() -> None:
     with pytest.raises(ValueError, match="training mode"):
         choose(fresh("llama").train(), samples())
+
+
+# ---- held out ------------------------------------------------------------------------------------------------------
+
+
+def test_held_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the depth for all and at the task's own; there the budget is what is lost on average."""
+    score = Scorer(monkeypatch, {"code": {3, 4, 5}, "qa": {4, 5}, "new": set()}, lost=0.1)
+    model = fresh("llama")
+    calibration = [*samples("code"), *samples("qa")]
+    choice = choose(model, calibration, score=score, rule=SpeedSpec(LAYERS, 2))
+    assert choice.rule["anchor_tokens"] == 2
+    data = [*samples("code", 3), *samples("qa", 2), *samples("new", 2)]
+    found = auto.held_out(model, TOKENIZER, data, choice, score=score)
+    assert [(one.task, one.k, one.samples, one.kept) for one in found] == [
+        ("code", 4, 3, True),
+        ("code", 3, 3, True),
+        ("qa", 4, 2, True),
+        ("new", 4, 2, False),
+    ]
+    assert found[-1].full - found[-1].score == pytest.approx(0.1)
+    assert state_of(model) is None
+    with pytest.raises(ValueError, match="got no samples"):
+        auto.held_out(model, TOKENIZER, [], choice)

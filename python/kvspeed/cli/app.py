@@ -10,6 +10,7 @@ import typer
 
 from kvspeed import __version__
 from kvspeed.cli.ask import ask
+from kvspeed.cli.choose_depth import choose_depth
 from kvspeed.cli.demo import demo
 from kvspeed.cli.diagnose import diagnose
 from kvspeed.cli.doctor import doctor
@@ -38,6 +39,7 @@ app.command("tune-speed")(tune_speed)
 app.add_typer(evaluate, name="eval")
 app.add_typer(store, name="store")
 app.command()(diagnose)
+app.command("choose-depth")(choose_depth)
 
 
 def _version(asked: bool) -> None:

@@ -29,25 +29,15 @@ from kvspeed.models import architecture, base_model
 from kvspeed.patch import patched
 from kvspeed.rule import SpeedSpec
 from kvspeed.samples import INSTRUCTION, SEPARATOR, Sample, document_text
-from kvspeed.speed.choice import (
-    DepthChoice,
-    TaskDepth,
-    least_samples,
-    loss_bound,
-    remember_choice,
-    remembered_choice,
-)
+from kvspeed.speed.choice import DepthChoice, TaskDepth, least_samples, remember_choice, remembered_choice
 from kvspeed.speed.diagnose import TokenPrompt, diagnose
-from kvspeed.speed.trial import answers_at
+from kvspeed.speed.trial import Score, TaskTrial
 from kvspeed.tuned import remembered_spec
 
-__all__ = ["automatic", "choose_depth", "sample_ids", "word_f1"]
+__all__ = ["automatic", "choose_depth", "held_out", "sample_ids", "word_f1"]
 
 BUDGET = 0.02
-_TOGETHER = 3  # depths that are tried with one prefill
 _DIAGNOSED = 2  # samples of each task that say where to begin
-
-Score = Callable[[Sample, str], float]
 
 
 def choose_depth(
@@ -110,7 +100,7 @@ def choose_depth(
     by_task = {}
     with patched(model):
         for task, group in samples.items():
-            trial = _Task(model, tokenizer, task, group, ids, rule, layers, score or word_f1, max_new_tokens, each)
+            trial = TaskTrial(model, tokenizer, task, group, ids, rule, layers, score or word_f1, max_new_tokens, each)
             by_task[task] = trial.search(candidates, starts[task], budget, confidence)
             measured += trial.measured
     k = max(by_task.values())
@@ -126,6 +116,44 @@ def choose_depth(
         measured=tuple(measured),
         reason=_reason(by_task, layers, budget, confidence, measured),
     )
+
+
+def held_out(
+    model: nn.Module,
+    tokenizer: Any,
+    samples: Iterable[Sample],
+    choice: DepthChoice,
+    *,
+    score: Score | None = None,
+    max_new_tokens: int = 32,
+    chat_template_kwargs: dict[str, Any] | None = None,
+    each: Callable[[str], None] | None = None,
+) -> list[TaskDepth]:
+    """What a choice costs on samples it was not made by: each task at the depth for all tasks, and at its own.
+
+    Here `kept` says that the mean loss is within the budget; `bound` is the bound of it, as in the choice. Tasks that
+    were not calibrated are measured at the depth for all.
+
+    Raises:
+        TypeError, ValueError: as for `choose_depth`, but a few samples will do.
+    """
+    groups = _checked_samples(samples)
+    if model.training:
+        raise ValueError("the model is in training mode, so that dropout could enter; call model.eval() first")
+    rule = SpeedSpec(**{**choice.rule, "k": choice.k})
+    found = []
+    with patched(model):
+        for task, group in groups.items():
+            ids = {id(one): sample_ids(tokenizer, one, chat_template_kwargs) for one in group}
+            trial = TaskTrial(
+                model, tokenizer, task, group, ids, rule, choice.layers, score or word_f1, max_new_tokens, each
+            )
+            depths = sorted({choice.k, choice.by_task.get(task, choice.k)}, reverse=True)
+            trial.measure(depths)
+            for k in depths:
+                one = trial.result(k, choice.budget, choice.confidence)
+                found.append(replace(one, kept=one.full - one.score <= choice.budget + 1e-12))
+    return found
 
 
 def automatic(
@@ -198,76 +226,6 @@ def _words(text: str) -> list[str]:
 def _overlap(said: list[str], wanted: list[str]) -> float:
     common = (Counter(said) & Counter(wanted)).total()
     return 2 * common / (len(said) + len(wanted)) if common else float(not said and not wanted)
-
-
-class _Task:
-    """The samples of one task, and their scores at the depths that were tried."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        tokenizer: Any,
-        task: str,
-        samples: list[Sample],
-        ids: dict[int, tuple[int, ...]],
-        rule: SpeedSpec,
-        layers: int,
-        score: Score,
-        max_new_tokens: int,
-        each: Callable[[str], None] | None,
-    ) -> None:
-        self.model, self.tokenizer, self.task, self.samples, self.ids = model, tokenizer, task, samples, ids
-        self.rule, self.layers, self.score, self.max_new_tokens, self.each = rule, layers, score, max_new_tokens, each
-        self.scores: dict[int, list[float]] = {}
-        self.measured: list[TaskDepth] = []
-
-    def search(self, candidates: list[int], start: int, budget: float, confidence: float | None) -> int:
-        """The least depth found that keeps the budget."""
-        at = next(index for index, k in enumerate(candidates) if k >= min(start, self.layers))
-        found = None
-        for k in self._tried(candidates[at::-1]):
-            if not self._keeps(k, budget, confidence):
-                break
-            found = k
-        if found is None:
-            found = next(k for k in self._tried(candidates[at + 1 :]) if self._keeps(k, budget, confidence))
-        return found
-
-    def _tried(self, depths: list[int]) -> Iterable[int]:
-        """`depths` one by one, each with its scores there; several are measured with one prefill."""
-        for first in range(0, len(depths), _TOGETHER):
-            some = depths[first : first + _TOGETHER]
-            self._measure(some)
-            yield from some
-
-    def _measure(self, depths: list[int]) -> None:
-        new = [k for k in dict.fromkeys([self.layers, *depths]) if k not in self.scores]
-        rows: dict[int, list[float]] = {k: [] for k in new}
-        for number, sample in enumerate(self.samples, 1):
-            answers = answers_at(
-                self.model, self.ids[id(sample)], new, rule=self.rule, max_new_tokens=self.max_new_tokens
-            )
-            for k, tokens in answers.items():
-                rows[k].append(self._checked(sample, self.tokenizer.decode(tokens, skip_special_tokens=True)))
-            if self.each is not None and new:
-                self.each(f"{self.task} {number} of {len(self.samples)}, k = {', '.join(map(str, new))}")
-        self.scores.update(rows)
-
-    def _checked(self, sample: Sample, text: str) -> float:
-        value = float(self.score(sample, text))
-        if not 0 <= value <= 1:
-            raise ValueError(f"score: gave {value} for sample {sample.id!r}; it must be between 0 and 1")
-        return value
-
-    def _keeps(self, k: int, budget: float, confidence: float | None) -> bool:
-        full, scores = self.scores[self.layers], self.scores[k]
-        if k == self.layers:
-            return True
-        bound = loss_bound([one - other for one, other in zip(full, scores, strict=True)], confidence)
-        kept = bound <= budget + 1e-12
-        count = len(full)
-        self.measured.append(TaskDepth(self.task, k, count, sum(full) / count, sum(scores) / count, bound, kept))
-        return kept
 
 
 def _checked_samples(calibration: Iterable[Sample]) -> dict[str, list[Sample]]:

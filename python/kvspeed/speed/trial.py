@@ -7,7 +7,7 @@ above: what it would have computed itself, so that the answers are those of `gen
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,10 +19,16 @@ from kvspeed.devices import layer_devices
 from kvspeed.greedy import token_ids
 from kvspeed.models import causal_lm
 from kvspeed.rule import SpeedSpec
+from kvspeed.samples import Sample
+from kvspeed.speed.choice import TaskDepth, loss_bound
 from kvspeed.speed.prefill import PromptKV, prompt_kv
 from kvspeed.state import asking, state_of
 
-__all__ = ["answers_at"]
+__all__ = ["Score", "TaskTrial", "answers_at"]
+
+Score = Callable[[Sample, str], float]  # 0 .. 1, of a sample and what the model wrote
+
+_TOGETHER = 3  # depths that are tried with one prefill
 
 
 @torch.no_grad()
@@ -88,3 +94,79 @@ def _fill(cache: KVCache, prompt: PromptKV, length: int) -> None:
             [key[None, :, :count] for key in prompt.keys[depth:]],
             [value[None, :, :count] for value in prompt.values[depth:]],
         )
+
+
+class TaskTrial:
+    """The samples of one task, and their scores at the depths that were tried."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        task: str,
+        samples: list[Sample],
+        ids: dict[int, tuple[int, ...]],
+        rule: SpeedSpec,
+        layers: int,
+        score: Score,
+        max_new_tokens: int,
+        each: Callable[[str], None] | None,
+    ) -> None:
+        self.model, self.tokenizer, self.task, self.samples, self.ids = model, tokenizer, task, samples, ids
+        self.rule, self.layers, self.score, self.max_new_tokens, self.each = rule, layers, score, max_new_tokens, each
+        self.scores: dict[int, list[float]] = {}
+        self.measured: list[TaskDepth] = []
+
+    def search(self, candidates: list[int], start: int, budget: float, confidence: float | None) -> int:
+        """The least depth found that keeps the budget."""
+        at = next(index for index, k in enumerate(candidates) if k >= min(start, self.layers))
+        found = None
+        for k in self._tried(candidates[at::-1]):
+            if not self._keeps(k, budget, confidence):
+                break
+            found = k
+        if found is None:
+            found = next(k for k in self._tried(candidates[at + 1 :]) if self._keeps(k, budget, confidence))
+        return found
+
+    def _tried(self, depths: list[int]) -> Iterable[int]:
+        """`depths` one by one, each with its scores there; several are measured with one prefill."""
+        for first in range(0, len(depths), _TOGETHER):
+            some = depths[first : first + _TOGETHER]
+            self.measure(some)
+            yield from some
+
+    def measure(self, depths: list[int]) -> None:
+        """Scores at `depths` and at full depth, where they are not there yet."""
+        new = [k for k in dict.fromkeys([self.layers, *depths]) if k not in self.scores]
+        rows: dict[int, list[float]] = {k: [] for k in new}
+        for number, sample in enumerate(self.samples, 1):
+            answers = answers_at(
+                self.model, self.ids[id(sample)], new, rule=self.rule, max_new_tokens=self.max_new_tokens
+            )
+            for k, tokens in answers.items():
+                rows[k].append(self._checked(sample, self.tokenizer.decode(tokens, skip_special_tokens=True)))
+            if self.each is not None and new:
+                self.each(f"{self.task} {number} of {len(self.samples)}, k = {', '.join(map(str, new))}")
+        self.scores.update(rows)
+
+    def _checked(self, sample: Sample, text: str) -> float:
+        value = float(self.score(sample, text))
+        if not 0 <= value <= 1:
+            raise ValueError(f"score: gave {value} for sample {sample.id!r}; it must be between 0 and 1")
+        return value
+
+    def result(self, k: int, budget: float, confidence: float | None) -> TaskDepth:
+        """What depth `k` costs, which was measured before."""
+        full, scores = self.scores[self.layers], self.scores[k]
+        bound = loss_bound([one - other for one, other in zip(full, scores, strict=True)], confidence)
+        count = len(full)
+        return TaskDepth(
+            self.task, k, count, sum(full) / count, sum(scores) / count, bound, kept=bound <= budget + 1e-12
+        )
+
+    def _keeps(self, k: int, budget: float, confidence: float | None) -> bool:
+        if k == self.layers:
+            return True
+        self.measured.append(self.result(k, budget, confidence))
+        return self.measured[-1].kept

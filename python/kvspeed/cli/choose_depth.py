@@ -1,0 +1,168 @@
+# Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
+"""`kvspeed choose-depth`: the least depth at which a model keeps its score, for each task and for all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvspeed.cli.common import Debug, Device, DType, Fault, ModelName, guarded, load_model, stderr, stdout
+
+if TYPE_CHECKING:
+    from kvspeed.eval.tasks import TaskSpec
+    from kvspeed.samples import Sample
+    from kvspeed.speed.choice import DepthChoice, TaskDepth
+
+__all__ = ["choose_depth"]
+
+
+@guarded
+def choose_depth(
+    tasks: Annotated[
+        str,
+        typer.Option("--tasks", help="Separated by commas, as for kvspeed eval speed; samples:path=FILE for your own."),
+    ] = "biography,niah,multihop,copying,arithmetic,instruction,code",
+    samples: Annotated[int, typer.Option("--samples", min=1, help="Samples of each task to choose by.")] = 60,
+    held_out: Annotated[
+        int, typer.Option("--held-out", min=0, help="Other samples of each task, to see what the choice costs there.")
+    ] = 0,
+    budget: Annotated[float, typer.Option("--budget", help="What a task may lose of its score, 0 to 1.")] = 0.02,
+    confidence: Annotated[
+        float, typer.Option("--confidence", help="With which it loses no more; 0: on average over the samples.")
+    ] = 0.8,
+    depths: Annotated[
+        str, typer.Option("--k", help="Depths to choose from, separated by commas. Default: from half of the layers.")
+    ] = "",
+    anchor_tokens: Annotated[
+        int | None,
+        typer.Option("--anchor-tokens", min=0, help="Default: as the model was tuned, else 1.", show_default=False),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Of the samples.")] = 0,
+    model: ModelName = None,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option("--max-new-tokens", min=1, help="The most tokens of an answer. Default: by the tasks."),
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the choice there.")] = None,
+    save: Annotated[
+        bool,
+        typer.Option("--save", help='Write it into config.json of the folder --model: patch_model(model, "auto").'),
+    ] = False,
+    device: Device = None,
+    dtype: DType = None,
+    debug: Debug = False,
+) -> None:
+    """Find the depth at which a model keeps its score in every task, and how deep each task needs to go."""
+    from kvspeed.eval.report import score_of
+    from kvspeed.eval.tasks import split_specs
+    from kvspeed.models import base_model
+    from kvspeed.rule import SpeedSpec
+    from kvspeed.speed import auto
+    from kvspeed.tuned import remembered_spec
+
+    if not 0 <= confidence < 1:
+        raise Fault(f"--confidence: is {confidence}; give a number from 0 to below 1, 0 to go by the average")
+    config = _config_of(model) if save else None
+    if json_file is not None and not json_file.parent.is_dir():
+        raise Fault(f"--json: there is no folder {json_file.parent}")
+    specs = split_specs(tasks)
+    by_name = {spec.text: spec for spec in specs}
+    calibration, others = _samples(specs, samples, seed, "dev"), _samples(specs, held_out, seed, "test")
+    network, tokenizer, name = load_model(model, dtype, device)
+    rule = remembered_spec(network) or SpeedSpec(len(base_model(network).layers))  # type: ignore[arg-type]
+    if anchor_tokens is not None:
+        rule = replace(rule, anchor_tokens=anchor_tokens)
+    options: dict[str, Any] = {
+        "score": lambda sample, text: score_of(by_name[sample.task], sample, sample.prediction(text)),
+        "max_new_tokens": max_new_tokens or max(spec.answer_tokens for spec in specs),
+        "each": _teller(),
+    }
+    choice = auto.choose_depth(
+        network,
+        tokenizer,
+        calibration,
+        budget=budget,
+        confidence=confidence or None,
+        rule=rule,
+        depths=_depths(depths),
+        **options,
+    )
+    found = auto.held_out(network, tokenizer, others, choice, **options) if others else []
+    report = {"model": name, **choice.as_dict(), "held_out": [asdict(one) for one in found]}
+    if json_file is not None:
+        _write(json_file, report)
+    if config is not None:
+        _write(config, {**json.loads(config.read_text(encoding="utf-8")), "kvspeed_auto": choice.as_dict()})
+    _print(name, choice, found)
+
+
+def _samples(specs: list[TaskSpec], count: int, seed: int, split: str) -> list[Sample]:
+    """Those of all tasks, each with its task's name as written."""
+    if count == 0:
+        return []
+    return [replace(one, task=spec.text) for spec in specs for one in spec.load(count, seed=seed, split=split)]
+
+
+def _depths(text: str) -> list[int] | None:
+    try:
+        return [int(part) for part in text.split(",") if part.strip()] or None
+    except ValueError:
+        raise Fault(f"--k: got {text!r}; give depths separated by commas, such as 22,24,26") from None
+
+
+def _config_of(model: str | None) -> Path:
+    config = Path(model or "").expanduser() / "config.json"
+    if model is None or not config.is_file():
+        raise Fault("--save: writes into a model's folder; give one as --model, or --json for a file")
+    return config
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    from kvspeed.atomic import replacing
+
+    with replacing(path) as part:
+        part.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _teller() -> Callable[[str], None]:
+    """Shows on stderr what is measured, where that is a terminal."""
+    console = stderr()
+
+    def tell(what: str) -> None:
+        if console.is_terminal:
+            console.print(what, end="\r", markup=False, soft_wrap=True)
+
+    return tell
+
+
+def _print(name: str, choice: DepthChoice, found: list[TaskDepth]) -> None:
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = stdout()
+    for title, rows in (("chosen by", choice.measured), ("held out", found)):
+        if not rows:
+            continue
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), title=title, title_justify="left")
+        for column in ("task", "k", "samples", "score at full depth", "at k", "lost at most", "within the budget"):
+            table.add_column(column, justify="left" if column == "task" else "right")
+        for one in rows:
+            table.add_row(
+                escape(one.task),
+                str(one.k),
+                str(one.samples),
+                f"{one.full:.3f}",
+                f"{one.score:.3f}",
+                f"{one.bound:.3f}",
+                "yes" if one.kept else "no",
+            )
+        console.print(table)
+    each = ", ".join(f"{task} {k}" for task, k in choice.by_task.items())
+    console.print(f"[bold]k = {choice.k} of {choice.layers}[/bold]: {escape(choice.reason)}.")
+    console.print(f"by task: {escape(each)}", soft_wrap=True)

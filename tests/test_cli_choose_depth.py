@@ -1,0 +1,54 @@
+# Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
+"""`kvspeed choose-depth`: the choice, its files, refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import kvspeed
+import pytest
+import transformers
+from cli_tools import refused, run, save_model
+from kvspeed.patch import state_of
+from kvspeed.speed.choice import DepthChoice, remembered_choice
+
+FEW = ("--tasks", "niah:chunks=1,copying", "--samples", "2", "--max-new-tokens", "2", "--confidence", "0")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save_model(tmp_path / "llama", "llama", layers=6)
+
+
+def test_chosen_written_and_used(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "choice.json"
+    result = run("choose-depth", "--model", folder, *FEW, "--k", "3,5", "--held-out", "1", "--json", path, "--save")
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(path.read_text())
+    assert set(report["by_task"]) == {"niah:chunks=1", "copying"} and report["k"] == max(report["by_task"].values())
+    assert {one["task"] for one in report["held_out"]} == set(report["by_task"])
+    assert all(one["samples"] == 1 for one in report["held_out"])
+    # A random model answers nothing right at any depth, so that it loses nothing at the least.
+    assert report["k"] == 3 and "k = 3 of 6" in result.stdout and "by task: niah:chunks=1 3, copying 3" in result.stdout
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    choice = remembered_choice(model)
+    assert choice == DepthChoice.from_dict({k: v for k, v in report.items() if k not in ("model", "held_out")})
+    state = state_of(kvspeed.patch_model(model, "auto"))
+    assert state is not None and state.spec == kvspeed.SpeedSpec(3)
+
+
+def test_refusals(folder: Path, tmp_path: Path) -> None:
+    before = (folder / "config.json").read_text()
+    for arguments, says in (
+        (("--confidence", "1"), "--confidence: is 1.0"),
+        (("--k", "3,x"), "--k: got '3,x'"),
+        (("--k", "9"), "depths: hold 9 and the model has 6 layers"),
+        (("--budget", "1"), "budget: is 1.0"),
+        (("--tasks", "poetry"), "there is no task 'poetry'"),
+        (("--json", str(tmp_path / "none" / "a.json")), "--json: there is no folder"),
+        (("--confidence", "0.8"), "too few to show"),
+    ):
+        assert says in refused(run("choose-depth", "--model", folder, *FEW, *arguments))
+    assert "--save: writes into a model's folder" in refused(run("choose-depth", *FEW, "--save"))
+    assert (folder / "config.json").read_text() == before
