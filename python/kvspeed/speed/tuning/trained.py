@@ -8,8 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from kvspeed.models import base_model, causal_lm
 from kvspeed.rule import SpeedSpec
 from kvspeed.tuned import read_spec, remember_spec, remembered_spec, spec_fields, write_spec
 
-__all__ = ["Trained", "bfloat16_work", "load_tuned"]
+__all__ = ["Trained", "load_tuned"]
 
 _LORA_CONFIG, _LORA_NOTES = "adapter_config.json", "kvspeed-lora.json"
 
@@ -178,51 +177,10 @@ def load_tuned(
     return model.eval(), spec_fields(spec) if spec is not None else {}
 
 
-@contextmanager
-def bfloat16_work(trained: Trained, enabled: bool) -> Iterator[None]:
-    """Products in bfloat16: of frozen layers alone under LoRA, by autocast where the weights themselves are trained."""
-    with ExitStack() as stack:
-        if enabled and trained.method == "lora":
-            stack.enter_context(_frozen_products(trained.model))
-        elif enabled:
-            device = next(trained.model.parameters()).device.type
-            stack.enter_context(torch.autocast(device, dtype=torch.bfloat16))
-        yield
-
-
-@contextmanager
-def _frozen_products(model: nn.Module) -> Iterator[None]:
-    """Frozen linear layers of the decoder with weights and products in bfloat16; trained ones as they are."""
-    layers: Any = base_model(model).layers
-    linears = [
-        part
-        for part in layers.modules()
-        if isinstance(part, nn.Linear) and not part.weight.requires_grad and part.weight.dtype == torch.float32
-    ]
-    before = [part.weight.data for part in linears]
-    try:
-        for part in linears:
-            part.weight.data = part.weight.data.bfloat16()
-            part.forward = partial(_bfloat16_linear, part)  # type: ignore[method-assign]
-        yield
-    finally:
-        for part, weight in zip(linears, before, strict=True):
-            part.weight.data = weight
-            part.__dict__.pop("forward", None)
-
-
-def _bfloat16_linear(part: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    product = nn.functional.linear(x.bfloat16(), part.weight).to(x.dtype)
-    return product if part.bias is None else product + part.bias
-
-
 def _with_lora(model: nn.Module, rank: int, alpha: float, seed: int) -> nn.Module:
     peft = _peft()
-    names = {
-        name.rpartition(".")[2]
-        for name, part in base_model(model).layers.named_modules()
-        if isinstance(part, nn.Linear)  # type: ignore[union-attr, operator]
-    }
+    layers: Any = base_model(model).layers
+    names = {name.rpartition(".")[2] for name, part in layers.named_modules() if isinstance(part, nn.Linear)}
     config = peft.LoraConfig(
         r=rank, lora_alpha=alpha, lora_dropout=0.0, bias="none", target_modules=sorted(names), task_type="CAUSAL_LM"
     )

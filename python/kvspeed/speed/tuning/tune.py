@@ -22,10 +22,11 @@ from kvspeed.rule import SpeedSpec
 from kvspeed.speed.tuning.forward import Learner
 from kvspeed.speed.tuning.items import digest, schedule
 from kvspeed.speed.tuning.material import asked, items_of, sides
+from kvspeed.speed.tuning.products import bfloat16_work
 from kvspeed.speed.tuning.report import TuneReport
 from kvspeed.speed.tuning.run import Event, Run
 from kvspeed.speed.tuning.settings import Choices, check_room, spec_for
-from kvspeed.speed.tuning.trained import Trained, bfloat16_work
+from kvspeed.speed.tuning.trained import Trained
 from kvspeed.tuned import remember_spec
 
 __all__ = ["tune"]
@@ -215,7 +216,7 @@ def tune(
             stack.enter_context(patched(trained.model, depth, force=True))
             stack.enter_context(_mode(trained.model, gradient_checkpointing))
             stack.enter_context(torch.enable_grad())
-            with bfloat16_work(trained, dtype == "bf16"):
+            with bfloat16_work(trained.model, method, dtype == "bf16"):
                 run.train(learner, resume)
         run.write(final=True)
         done = True
