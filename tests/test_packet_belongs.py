@@ -68,10 +68,10 @@ def test_another_depth(model):
     whole, two, preamble = packet_of(model), packet_of(model, k=2), build_preamble(model, TOKENIZER)
     refused([whole, two], model, "packet 1", "k=2 of 3 layers", "all 3 layers")
     patch_model(model, k=2)
-    refused([two, whole], model, "packet 1", "all 3 layers", "k=2 of 3 layers")
-    refused([packet_of(model, k=1)], model, "k=1 of 3 layers", "k=2 of 3 layers")
-    refused([two], model, "preamble", "all 3 layers", "k=2 of 3 layers", preamble=preamble)
-    assemble([two], model=model)
+    one = packet_of(model, k=1)
+    refused([two, one], model, "packet 1", "k=1 of 3 layers", "k=2 of 3 layers")
+    refused([two], model, "preamble", "k=1 of 3 layers", "k=2", preamble=build_preamble(model, TOKENIZER, k=1))
+    assemble([two, whole], model=model, preamble=preamble)  # deeper ones have the layers that are asked for
     unpatch_model(model)
     refused([two], model, "k=2 of 3 layers", "all 3 layers")
 

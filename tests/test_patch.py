@@ -198,6 +198,19 @@ def test_integers_of_other_libraries(k: Any) -> None:
         speeds(model)
 
 
+def test_layers_that_share_kv() -> None:
+    model = fresh("llama")
+    model.config.num_kv_shared_layers = 2
+    for given in ({"k": K}, {"deep_layers": [2]}):
+        with pytest.raises(ValueError, match="last 2 layers share the KV of lower ones"):
+            kvspeed.patch_model(model, **given)  # type: ignore[arg-type]
+    assert state_of(model) is None
+    kvspeed.patch_model(model, LAYERS)
+    with pytest.raises(ValueError, match="last 2 layers share the KV"):
+        model.generate(ids_of(5), k=K)
+    is_plain(model)
+
+
 def test_options_are_keywords() -> None:
     with pytest.raises(TypeError):
         kvspeed.patch_model(fresh("llama"), K, 1)  # type: ignore[misc]

@@ -13,7 +13,15 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["ARCHITECTURES", "Architecture", "architecture", "base_model", "cache_argument", "causal_lm"]
+__all__ = [
+    "ARCHITECTURES",
+    "Architecture",
+    "architecture",
+    "base_model",
+    "cache_argument",
+    "causal_lm",
+    "check_own_kv",
+]
 
 
 @dataclass(frozen=True)
@@ -99,6 +107,20 @@ def attention_modules(model: nn.Module) -> list[Any]:
     """The attention module of every decoder layer, in order."""
     stack: Any = base_model(model)
     return [layer.self_attn for layer in stack.layers]
+
+
+def check_own_kv(config: Any) -> None:
+    """Refuse, for SPEED, a model whose upper layers use the keys and values of lower ones.
+
+    Raises:
+        ValueError: it is one.
+    """
+    shared = getattr(config, "num_kv_shared_layers", None) or 0
+    if shared:
+        raise ValueError(
+            f"the model's last {shared} layers share the KV of lower ones, so that there is nothing to leave out above "
+            "k; use it with k = all layers, or a model whose layers have KV of their own"
+        )
 
 
 def _known() -> str:

@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from kvspeed import attention, generation, hooks
-from kvspeed.models import architecture, attention_modules, base_model, causal_lm
+from kvspeed.models import architecture, attention_modules, base_model, causal_lm, check_own_kv
 from kvspeed.request import ByTask, checked_by_task
 from kvspeed.rule import SpeedSpec
 from kvspeed.state import LOCK, PatchState, asking, at_depth, describe_spec, hook_layers, state_of
@@ -179,6 +179,8 @@ def _rule(model: nn.Module, layers: int, given: dict[str, Any]) -> SpeedSpec:
     rule = replace(tuned, **given) if tuned is not None else SpeedSpec(**{"k": layers, **given})
     if rule.k > layers:
         raise ValueError(f"k is {rule.k} and the model has {layers} layers; give 1 to {layers}, or None for all")
+    if rule.deep_layers(layers):
+        check_own_kv(base_model(model).config)
     return rule
 
 

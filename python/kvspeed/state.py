@@ -14,7 +14,7 @@ from torch import nn
 
 from kvspeed import hooks
 from kvspeed.cache import KVCache
-from kvspeed.models import base_model, cache_argument, causal_lm
+from kvspeed.models import base_model, cache_argument, causal_lm, check_own_kv
 from kvspeed.request import REQUEST, ByTask, depth_of_task
 from kvspeed.rope import RopeSpec, float32_rope_buffers, rope_buffers
 from kvspeed.rule import SpeedSpec
@@ -72,6 +72,8 @@ class PatchState:
         rule = replace(self.rule, k=k, gaps=())
         if k > self.layers:
             raise ValueError(f"k is {k} and the model has {self.layers} layers; give 1 to {self.layers}")
+        if k < self.layers:
+            check_own_kv(self.config)
         return self._effective(rule)
 
     def _effective(self, rule: SpeedSpec) -> SpeedSpec | None:
