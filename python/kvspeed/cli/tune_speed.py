@@ -119,6 +119,7 @@ def tune_speed(
     The folder can be given as --model everywhere. An interrupted run goes on where it was. On several processes:
     accelerate launch --num_processes 2 -m kvspeed tune-speed ...
     """
+    from kvspeed.smollm2 import MODEL_NAME
     from kvspeed.speed.tuning import tune
 
     for option, value, allowed in (
@@ -137,6 +138,8 @@ def tune_speed(
     held: Any = _read(dev_data, "--dev-data") if dev_data is not None else dev
     network, tokenizer, name = load_model(model, dtype, device)
     check_depth(k, network)
+    if name == MODEL_NAME:
+        network.config._name_or_path = name  # not the folder where it lies on this machine
     soft = _adapter(network, adapter, new_adapter, seed)
     with bars() as progress:
         report = tune(

@@ -51,7 +51,8 @@ class _FirstLayers(DynamicCache):
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
         found = super().update(*args, **kwargs)
-        if len(self.layers) > self._last and self.layers[self._last].is_initialized:
+        layer: Any = self.layers[self._last] if len(self.layers) > self._last else None
+        if layer is not None and layer.is_initialized:
             raise _Enough
         return found
 

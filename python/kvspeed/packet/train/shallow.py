@@ -33,7 +33,8 @@ def anchors_kv(model: nn.Module, spec: SpeedSpec, embeds: torch.Tensor) -> Block
     if len(embeds):
         with patched(model, spec, force=True):
             return blocks_kv(model, [embeds], [0])[0][spec.k :]
-    weight: Any = model.get_input_embeddings().weight  # type: ignore[operator]
+    inner: Any = model
+    weight = inner.get_input_embeddings().weight
     config: Any = base_model(model).config
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     empty = weight.new_zeros(getattr(config, "num_key_value_heads", None) or config.num_attention_heads, 0, size)

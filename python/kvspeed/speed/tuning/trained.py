@@ -161,6 +161,7 @@ def load_tuned(
     from transformers import AutoModelForCausalLM
 
     folder = Path(folder)
+    model: Any
     if not (folder / _LORA_CONFIG).is_file():
         if not (folder / "config.json").is_file():
             raise FileNotFoundError(f"{folder} holds neither a model (config.json) nor a LoRA ({_LORA_CONFIG})")
