@@ -232,14 +232,24 @@ def test_ask_refuses_packets_of_other_weights_naming_both_sides(tmp_path, texts,
     assert "tiny-a" in message and "tiny-c" in message
 
 
-def test_ask_refuses_another_depth_naming_both(tmp_path, texts, model_dir):
+def test_ask_refuses_more_depth_than_there_is_naming_both(tmp_path, texts, model_dir):
     out = tmp_path / "out"
     packed(texts, out, model_dir, "--k", 3)
-    message = refused(run("ask", "Why?", "--packets", out, "--model", model_dir, "--k", 2))
-    assert "k=3" in message and "k=2" in message
-    packed(texts, out, model_dir)
-    message = refused(run("ask", "Why?", "--packets", out, "--model", model_dir, "--k", 2))
-    assert "without --k (all 5 layers)" in message and "pack anew with --k 2" in message
+    message = refused(run("ask", "Why?", "--packets", out, "--model", model_dir, "--k", 4))
+    assert "with k=3 of 5 layers" in message and "k=4" in message and "--k 3 or less" in message
+    assert "k=5" in refused(run("ask", "Why?", "--packets", out, "--model", model_dir, "--k", 5))
+    assert "give 1 to 5" in refused(run("ask", "Why?", "--packets", out, "--model", model_dir, "--k", 6))
+
+
+def test_ask_less_deep_than_packed(tmp_path, texts, model_dir):
+    """Packets of all layers, or of more than are asked for, answer as those that were packed so."""
+    packed(texts, tmp_path / "two", model_dir, "--k", 2)
+    wanted = asked("Why?", "--packets", tmp_path / "two", "--model", model_dir)["answer"]
+    for depth in ([], ["--k", 4]):
+        out = tmp_path / f"deep{len(depth)}"
+        packed(texts, out, model_dir, *depth)
+        report = asked("Why?", "--packets", out, "--model", model_dir, "--k", 2)
+        assert report["answer"] == wanted and report["k"] == 2
 
 
 def test_ask_refuses_what_it_cannot_use(tmp_path, texts, model_dir):

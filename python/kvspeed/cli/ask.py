@@ -41,7 +41,7 @@ def ask(
     model: ModelName = None,
     k: Annotated[
         int | None,
-        typer.Option("--k", help="SPEED depth; must be the packets' own, which is also the default."),
+        typer.Option("--k", help="SPEED depth; the packets' own or less. Default: that of the least deep packet."),
     ] = None,
     mode: Annotated[
         str, typer.Option("--mode", help="view: read packets in place; copy: put them into one cache.")
@@ -56,7 +56,8 @@ def ask(
 ) -> None:
     """Answer a question from all packets of a folder, in the order of their file names, or from those of a store.
 
-    Only the question and the answer are computed. Packets of another model, depth or adapter are refused.
+    Only the question and the answer are computed. Packets of another model or adapter are refused, and those that
+    are less deep than is asked for.
     """
     from kvspeed import patch_model
 
@@ -76,7 +77,8 @@ def ask(
     first = loaded[0]
     network, tokenizer, name = load_model(model, dtype or str(first.dtype).removeprefix("torch."))
     check_depth(k, network)
-    depth = k if k is not None or first.layers != network.config.num_hidden_layers else first.k
+    least = min((packet.k for packet in loaded if packet.k is not None), default=None)
+    depth = k if k is not None or first.layers != network.config.num_hidden_layers else least
     patch_model(network, network.config.num_hidden_layers if depth is None else depth)
     _check(files, loaded, network)
     report = _answer(network, tokenizer, question, loaded, mode, max_new_tokens)
@@ -107,12 +109,12 @@ def _load(files: list[Path]) -> list[Packet]:
 
 
 def _check_asked_depth(files: list[Path], packets: list[Packet], k: int | None) -> None:
-    """Refuses a `--k` that is not the packets' own, before a model is loaded."""
+    """Refuses a `--k` beyond a packet's own, before a model is loaded."""
     for file, packet in zip(files, packets, strict=True):
-        if k is not None and packet.depth != k:
+        if k is not None and packet.depth < k <= packet.layers:
             raise Fault(
-                f"{file.name} was packed {_how(packet)}, and --k asks for k={k}: leave --k out, or pack anew with "
-                f"--k {k}"
+                f"{file.name} was packed {_how(packet)}, and --k asks for k={k}: leave --k out, ask for --k "
+                f"{packet.depth} or less, or pack anew with --k {k}"
             )
 
 

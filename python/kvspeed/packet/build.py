@@ -48,7 +48,7 @@ def build_packet(
         text: the document.
         adapter: trained soft tokens, see `PacketAdapter`.
         k: layers to store. None: those the model is patched to, which are all where it is not patched with a k. Another
-            number than the patched one is allowed; such a packet serves a model that is patched to it.
+            number than the patched one is allowed; such a packet serves requests that go as deep or less.
         press: removes tokens, see `kvspeed.packet.press`: one of its presses, or a `kvpress.ScorerPress`. Soft tokens
             count among those of which a fraction is removed; where the press protects them, they stay, and at least one
             token of the text with them.
