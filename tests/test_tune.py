@@ -19,8 +19,6 @@ from kvspeed.packet import PacketAdapter
 from kvspeed.patch import state_of
 from kvspeed.rule import SpeedSpec
 from kvspeed.speed import load_tuned, tune
-from kvspeed.speed.tuning.items import Item
-from kvspeed.speed.tuning.state import State
 from kvspeed.tuned import remembered_spec
 from train_tools import asked_model, random_samples
 
@@ -158,7 +156,7 @@ def test_another_run_is_not_gone_on_from(tmp_path):
     samples = random_samples(4)
     tune(model, tokenizer, samples, **QUICK, folder=tmp_path)
     for change, message in (
-        ({"k": 3}, "another run|with another speed"),
+        ({"k": 3}, "with another speed"),
         ({"seed": 1}, "with another seed"),
         ({"batch_size": 2}, "with another batch_size"),
     ):
@@ -206,7 +204,7 @@ def test_no_number_ends_it_and_the_last_good_state_stays(tmp_path, dev, monkeypa
 
 def test_patience():
     model, tokenizer = asked_model()
-    options = {**QUICK, "steps": 30, "dev": 0.5, "evaluate_every": 1, "patience": 2, "lr": 0.5, "warmup": 0}
+    options = {**QUICK, "steps": 30, "dev": 0.5, "evaluate_every": 1, "patience": 2, "lr": 0.1, "warmup": 0}
     report = tune(model, tokenizer, random_samples(8), **options)
     assert report.stopped == "early" and report.steps == report.best_step + 2 < 30
 
@@ -321,13 +319,13 @@ def test_refuses(change, message):
     assert same(weights(model), before) and state_of(model) is None
 
 
-def test_refuses_what_does_not_fit(tmp_path):
+def test_refuses_what_does_not_fit():
     model, tokenizer = asked_model()
     with pytest.raises(ValueError, match="data: got none"):
         tune(model, tokenizer, [], **QUICK)
     with pytest.raises(ValueError, match="has no answer to learn from"):
         tune(model, tokenizer, [{"messages": [{"role": "user", "content": "w100"}]}], **QUICK)
-    with pytest.raises(ValueError, match=r"lora_A|bfloat16, in which small steps are lost"):
+    with pytest.raises(ValueError, match="bfloat16, in which small steps are lost"):
         tune(copy.deepcopy(model).bfloat16(), tokenizer, random_samples(4), **QUICK, method="full")
     with pytest.raises(ValueError, match="its answer, more than the model's 4096 positions"):
         long = random_samples(1)[0]
@@ -335,8 +333,6 @@ def test_refuses_what_does_not_fit(tmp_path):
     model.config.num_kv_shared_layers = 2
     with pytest.raises(ValueError, match="last 2 layers share the KV of lower ones"):
         tune(model, tokenizer, random_samples(4), **QUICK)
-    assert State(tmp_path / "none", {}).restore({}, torch.optim.AdamW([torch.zeros(1)])) is None
-    assert Item(context=None, row=None).packets is False
 
 
 PROCESS = """
@@ -381,7 +377,7 @@ def test_two_processes_do_the_work_of_one(tmp_path):
     report = tune(model, tokenizer, samples, **{**QUICK, "dev": 0.3, "loss": "kl", "evaluate_every": 2})
     two, _ = load_tuned(tmp_path / "two", asked_model()[0])
     for (name, one), other in zip(weights(model).items(), weights(two).values(), strict=True):
-        torch.testing.assert_close(one, other, atol=2e-3, rtol=2e-3, msg=name)
+        torch.testing.assert_close(one, other, atol=5e-3, rtol=5e-3, msg=name)
     assert float(said[0][0].split()[1]) == pytest.approx(report.best_dev, rel=1e-2)
 
 

@@ -35,7 +35,7 @@ _EXPORTS = {
     "write_samples": "kvspeed.samples",
 }
 
-_MODULES = ("graph", "ops")
+_MODULES = ("graph", "ops", "speed")
 
 __all__ = ["__version__", *_MODULES, *_EXPORTS]
 

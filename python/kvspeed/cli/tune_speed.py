@@ -74,6 +74,10 @@ def tune_speed(
     batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Answers a step.")] = 16,
     epochs: Annotated[int, typer.Option("--epochs", min=1, help="Passes over the data.")] = 1,
     steps: Annotated[int | None, typer.Option("--steps", min=1, help="Steps in all, instead of --epochs.")] = None,
+    evaluate_every: Annotated[
+        int | None,
+        typer.Option("--evaluate-every", min=1, help="Steps between looks at the dev split. [default: 10 looks]"),
+    ] = None,
     patience: Annotated[
         int | None, typer.Option("--patience", min=1, help="Looks at the dev split without a better loss; then stop.")
     ] = None,
@@ -161,6 +165,7 @@ def tune_speed(
             steps=steps,
             dev=held,
             patience=patience,
+            evaluate_every=evaluate_every,
             adapter=soft,
             adapter_lr=adapter_lr,
             packet_share=packet_share,
