@@ -128,10 +128,10 @@ class _Job:
 
         try:
             packet = Packet.load(target)
-            check_blocks([packet], None, self.model)
+            fitting = check_blocks([packet], None, self.model)
         except (FileNotFoundError, TensorFileError, ValueError):
             return None
         adapter = self.adapter.fingerprint() if self.adapter is not None and self.adapter.tokens else None
         press = self.press.describe() if self.press is not None else None
         same = packet.text == document and packet.adapter_fingerprint == adapter and packet.press == press
-        return packet if same else None
+        return packet if same and fitting[0] is packet else None  # one that is deeper would do, and take more room
