@@ -275,6 +275,30 @@ def test_ablations_are_other_runs(option):
     assert abs(found[0] - found[1]) > 1e-3
 
 
+def test_a_set_of_deep_layers():
+    """Its first loss is that of the model patched so; the config says so."""
+    model, tokenizer = asked_model()
+    data = chats(1)
+    options = {**QUICK, "k": None, "deep_layers": [1, 2, 5], "warmup": 0, "steps": 1}
+    ids = tokenizer.apply_chat_template(data[0]["messages"], tokenize=False)
+    ids = torch.tensor([tokenizer(ids, add_special_tokens=False)["input_ids"]])
+    labels = torch.full_like(ids, -100)
+    labels[:, -3:] = ids[:, -3:]
+    patched = kvspeed.patch_model(copy.deepcopy(model), deep_layers=[1, 2, 5])
+    with torch.no_grad():
+        wanted = patched(ids, labels=labels).loss.item()
+    assert tune(model, tokenizer, data, **options).records[0].loss == pytest.approx(wanted, rel=1e-4)
+    assert remembered_spec(model) == SpeedSpec(5, gaps=(1, 2))
+    assert tune(model, tokenizer, random_samples(2), **options).steps == 1
+    for change, message in (
+        ({"k": 4}, "they say the same thing"),
+        ({"deep_layers": [0]}, "give layers from 1 to 5"),
+        ({"adapter": PacketAdapter.for_model(model, 1, 1)}, "packets need a depth k"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tune(model, tokenizer, random_samples(2), **{**options, **change})
+
+
 @pytest.mark.parametrize("patched", [None, 3])
 def test_a_patched_model_stays_patched_and_learns_the_same(patched):
     samples, found = random_samples(4), []

@@ -66,11 +66,11 @@ def test_an_answer_without_an_end_token_counts_whole():
 def test_long_ones_are_refused_or_cut():
     tokenizer = tokenizer_of()
     short, long = (("user", "w101"), ("assistant", "w103")), (("user", "w101 " * 30), ("assistant", "w103"))
-    with pytest.raises(ValueError, match="c1: has 35 tokens, more than 20"):
+    with pytest.raises(ValueError, match="c1: has 36 tokens, more than 20"):
         rows(tokenizer, short, long, max_tokens=20)
     assert [row.id for row in rows(tokenizer, short, long, max_tokens=20, cut=True)] == ["c0"]
-    (row,) = rows(tokenizer, long, max_tokens=34, cut=True)
-    assert len(row.ids) == len(row.answer) == 34 and row.answers == 1
+    (row,) = rows(tokenizer, long, max_tokens=35, cut=True)
+    assert len(row.ids) == len(row.answer) == 35 and row.answers == 1
 
 
 def test_refusals():

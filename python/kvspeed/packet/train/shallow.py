@@ -66,6 +66,8 @@ def context_blocks_kv(
     """
     if spec is None:
         return join_kv(blocks_kv(model, blocks, starts))
+    if spec.gaps:
+        raise ValueError(f"the model leaves out the layers {list(spec.gaps)} of prompts, and blocks need a depth k")
     if len(blocks[0]) < spec.anchor_tokens:
         raise ValueError(
             f"anchor_tokens is {spec.anchor_tokens} and the first block before the questions has {len(blocks[0])} "

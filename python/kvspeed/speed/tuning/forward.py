@@ -117,6 +117,8 @@ class Learner:
     def _as_context(self, item: Item) -> bool:
         if item.context is None or (self.by_rows and not item.packets):
             return False
+        if self.spec is not None and self.spec.gaps:
+            return False  # what lies above a gap depends on who asks
         anchors = self.spec.anchor_tokens if self.spec is not None else 0
         first = len(item.context.preamble)
         return item.packets or anchors <= first + sum(map(len, item.context.documents))

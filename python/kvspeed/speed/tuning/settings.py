@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,8 +89,15 @@ class Choices:
             raise ValueError(f"packet_share: got {self.packet_share!r}, give a share between 0 and 1")
 
 
-def spec_for(model: nn.Module, k: int | None, anchor_tokens: int, boundary: str, upper_attention: str) -> SpeedSpec:
-    """The rule to tune for; k = L for None.
+def spec_for(
+    model: nn.Module,
+    k: int | None,
+    deep_layers: Iterable[int] | None,
+    anchor_tokens: int,
+    boundary: str,
+    upper_attention: str,
+) -> SpeedSpec:
+    """The rule to tune for; k = L where neither `k` nor `deep_layers` says anything.
 
     Raises:
         TypeError, ValueError: an argument is out of range, or the model's upper layers share KV.
@@ -102,7 +110,16 @@ def spec_for(model: nn.Module, k: int | None, anchor_tokens: int, boundary: str,
             f"the model's last {shared} layers share the KV of lower ones, so that there is nothing to leave out above "
             "k; tune a model whose layers have KV of their own"
         )
-    spec = SpeedSpec(layers if k is None else k, anchor_tokens, boundary, upper_attention)
+    gaps: tuple[int, ...] = ()
+    if deep_layers is not None:
+        deep = sorted(set(deep_layers))
+        if k is not None:
+            raise ValueError(f"k is {k} and deep_layers were given too; they say the same thing, so give one of them")
+        if any(isinstance(layer, bool) or not isinstance(layer, int) or not 1 <= layer < layers for layer in deep):
+            raise ValueError(f"deep_layers are {deep}; give layers from 1 to {layers - 1} (layer 0 sees every prompt)")
+        k = max(layer for layer in range(layers) if layer not in deep) + 1
+        gaps = tuple(layer for layer in deep if layer < k)
+    spec = SpeedSpec(layers if k is None else k, anchor_tokens, boundary, upper_attention, gaps=gaps)
     if spec.k > layers:
         raise ValueError(f"k is {k} and the model has {layers} layers; give 1 to {layers}, or None for all")
     return spec

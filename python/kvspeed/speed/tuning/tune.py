@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -38,6 +39,7 @@ def tune(
     data: Any,
     *,
     k: int | None = None,
+    deep_layers: Iterable[int] | None = None,
     anchor_tokens: int = 1,
     boundary: str = "transient",
     upper_attention: str = "causal",
@@ -89,6 +91,8 @@ def tune(
         tokenizer: its tokenizer.
         data: `kvspeed.Sample`s, conversations (`{"messages": [...]}`), or files of JSON Lines of either; mixed, too.
         k: depth, 1 .. L; None or L: no cut, the control that the same tuning without SPEED is.
+        deep_layers: instead of `k`, any set of layers that prompts pass by, as `patch_model` takes it. Samples then run
+            one sequence a question.
         anchor_tokens, boundary, upper_attention: as `patch_model` takes them.
         method: "lora": every linear layer of the decoder gets one (peft); "full": all weights, which must be float32.
         rank: of the LoRA.
@@ -144,7 +148,7 @@ def tune(
         gradient_checkpointing=gradient_checkpointing,
     )  # fmt: skip
     architecture(model)
-    spec = spec_for(model, k, anchor_tokens, boundary, upper_attention)
+    spec = spec_for(model, k, deep_layers, anchor_tokens, boundary, upper_attention)
     if dtype == "fp32" and next(model.parameters()).dtype != torch.float32:
         raise ValueError("dtype: fp32 was asked for and the model is not float32; load it so, or leave dtype out")
     _check_adapter(model, adapter)
@@ -154,6 +158,8 @@ def tune(
     held = items_of(model, tokenizer, held_parts, end, choices, chat_template_kwargs)
     if not items:
         raise ValueError("data: no answer is left within max_tokens; give more tokens, or other data")
+    if adapter is not None and spec.gaps:
+        raise ValueError("adapter: packets need a depth k; give k instead of deep_layers, or leave adapter out")
     if adapter is not None and not any(item.context is not None for item in items):
         raise ValueError("adapter: packets hold documents, and the data have none; give samples, or leave adapter out")
     processes = Processes.here(model)
@@ -185,7 +191,7 @@ def tune(
     done = False
     try:
         report.trained_parameters = sum(weight.numel() for weight in trained.weights.values())
-        if loss == "kl" and any(item.row is not None or gradient_checkpointing for item in everything):
+        if loss == "kl" and any(item.row is not None or gradient_checkpointing or spec.gaps for item in everything):
             trained.keep_original()
         run = Run(
             processes=processes,
@@ -202,7 +208,7 @@ def tune(
             choices=choices,
             progress=told,
         )
-        depth = spec if spec.k < layers else None
+        depth = spec if spec.deep_layers(layers) else None
         learner = Learner(
             trained.model,
             depth,
