@@ -178,6 +178,19 @@ def test_a_task_may_ask_for_fewer():
         TaskSpec.parse("niah:samples=0")
 
 
+def test_tasks_share_documents_as_far_as_they_can():
+    for text, most in (("copying", 2), ("copying:documents=5", 4), ("niah", 1), ("arithmetic", 3), ("biography", 4)):
+        made = TaskSpec.parse(text).load(8, seed=SEED, questions_per_context=4)
+        runs = [sum(other.documents == sample.documents for other in made) for sample in made]
+        assert max(runs) == most, text
+    made = TaskSpec.parse("copying:questions_per_context=1").load(8, questions_per_context=4)
+    assert len({sample.documents for sample in made}) == 8
+    with pytest.raises(ValueError, match="niah: questions_per_context: got 2"):
+        TaskSpec.parse("niah:questions_per_context=2").load(1)
+    with pytest.raises(ValueError, match="documents: got 0"):
+        TaskSpec.parse("copying:documents=0").load(1, questions_per_context=3)
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [

@@ -144,16 +144,17 @@ class TaskSpec:
         return _METRICS.get(self.name, "f1")
 
     def load(self, count: int, *, seed: int = 0, split: str = "test", questions_per_context: int = 1) -> list[Sample]:
-        """The samples; `questions_per_context` is passed to tasks that know it, where the options do not say it.
+        """The samples; tasks that know `questions_per_context` give as many as they can, unless their options say it.
 
         Raises:
             ValueError, OSError, ImportError: as the task's function.
         """
         make, options = TASKS[self.name], dict(self.options)
         count = count if self.samples is None else min(count, self.samples)
-        if questions_per_context > 1 and "questions_per_context" in inspect.signature(make).parameters:
-            options.setdefault("questions_per_context", questions_per_context)
+        known = inspect.signature(make).parameters
         try:
+            if "questions_per_context" in known and "questions_per_context" not in options:
+                options["questions_per_context"] = _most_questions(make, options, questions_per_context)
             samples = make(count, seed=seed, split=split, **options)
         except (TypeError, ValueError) as error:
             raise ValueError(f"tasks: {self.text or self.name}: {error}") from error
@@ -189,6 +190,19 @@ def _value(text: str) -> Any:
         except ValueError:
             continue
     return tuple(text.split("+"))
+
+
+def _most_questions(make: Callable[..., list[Sample]], options: dict[str, Any], wanted: int) -> int:
+    """How many questions on the same documents a task with these options has, at most `wanted`."""
+    for number in range(wanted, 1, -1):
+        try:
+            make(1, **options, questions_per_context=number)
+        except ValueError as error:
+            if not str(error).startswith("questions_per_context"):
+                raise
+        else:
+            return number
+    return 1
 
 
 def _shuffled(sample: Sample, seed: int) -> Sample:
