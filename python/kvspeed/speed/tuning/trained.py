@@ -69,15 +69,6 @@ class Trained:
             self.close(merge=False)
             raise ValueError(f"model: {problem}")
 
-    def copy(self) -> dict[str, torch.Tensor]:
-        """The weights as they are, on the CPU."""
-        return {name: weight.detach().to("cpu", copy=True) for name, weight in self.weights.items()}
-
-    @torch.no_grad()
-    def put(self, weights: dict[str, torch.Tensor]) -> None:
-        for name, weight in self.weights.items():
-            weight.copy_(weights[name])
-
     @contextmanager
     def original(self) -> Iterator[nn.Module]:
         """The model as it was before, for distillation on the way; a LoRA that was given counts as not there."""
