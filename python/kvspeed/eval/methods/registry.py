@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 
 from kvspeed.eval.methods.a3 import A3
+from kvspeed.eval.methods.answer_first import AnswerFirst
 from kvspeed.eval.methods.base import Method
 from kvspeed.eval.methods.block_attention import BlockAttention
 from kvspeed.eval.methods.cacheblend import CacheBlend
@@ -51,6 +52,7 @@ SPEED_METHODS: dict[str, Callable[..., Method]] = {
     "speed-<n>": Speed,
     "speed-<n>-noanchor": lambda k: Speed(k, anchor_tokens=0),
     "selfonly-<n>": lambda k: Speed(k, upper_attention="self"),
+    "answerfirst<n>to<n>": AnswerFirst,
     "cut-<n>": Speed,
     "swiftkv-<n>": SwiftKVMethod,
     "swiftkv-<n>-share<n>": SwiftKVMethod,
