@@ -185,7 +185,7 @@ def test_tasks_share_documents_as_far_as_they_can():
         assert max(runs) == most, text
     made = TaskSpec.parse("copying:questions_per_context=1").load(8, questions_per_context=4)
     assert len({sample.documents for sample in made}) == 8
-    with pytest.raises(ValueError, match="niah: questions_per_context: got 2"):
+    with pytest.raises(ValueError, match="niah:questions_per_context=2: questions_per_context: got 2"):
         TaskSpec.parse("niah:questions_per_context=2").load(1)
     with pytest.raises(ValueError, match="documents: got 0"):
         TaskSpec.parse("copying:documents=0").load(1, questions_per_context=3)
