@@ -109,6 +109,32 @@ def test_weights_of_a_method(tmp_path, model_dir, network):
     assert more.startswith(before) and len(more.splitlines()) == len(before.splitlines()) + 2 * 3
 
 
+def test_a_lora_finds_its_model(tmp_path, model_dir, network):
+    """It is merged into a copy of the run's model, or into the one it names where it was made for another."""
+    peft = pytest.importorskip("peft")
+    import torch
+    from kvspeed.eval.weights import load_weights
+    from kvspeed.fingerprint import model_fingerprint
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(model_dir)
+    lora = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    with torch.no_grad():
+        for name, weight in lora.named_parameters():
+            if "lora_B" in name:
+                weight.add_(0.1)
+    folder = tmp_path / "lora"
+    lora.save_pretrained(folder)
+    (folder / "report.json").write_text('{"tokens_per_second": 7, "records": []}')
+    before = model_fingerprint(network)
+    found = load_weights(folder, network)
+    assert found.training == {"tokens_per_second": 7} and model_fingerprint(network) == before
+    assert found.fingerprint() != before[:16]
+    (folder / "kvspeed-lora.json").write_text(json.dumps({"base_fingerprint": "another", "base_dtype": "x"}))
+    other = AutoModelForCausalLM.from_pretrained(save_model(tmp_path / "other", layers=3, seed=9))
+    assert load_weights(folder, other).fingerprint() == found.fingerprint()
+
+
 def test_the_list_needs_no_model():
     result = run("eval", "speed", "--list")
     assert result.exit_code == 0 and "instruction" in result.stdout and "swiftkv-<n>-share<n>" in result.stdout

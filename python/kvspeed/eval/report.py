@@ -114,9 +114,9 @@ def _row(
         row[name] = median(float(r[name]) for r in found) if found else None
         row[name.replace("_s", "_questions")] = len(found)
         pairs = [(full[r["sample"]].get(name), r[name]) for r in found if r["sample"] in full]
-        pairs = [(a, b) for a, b in pairs if a is not None]
+        pairs = [(float(a), b) for a, b in pairs if a is not None]
         row[name.replace("_s", "_speedup")] = (
-            median(a for a, _ in pairs) / median(b for _, b in pairs) if pairs else None
+            median(float(a) for a, _ in pairs) / median(float(b) for _, b in pairs) if pairs else None
         )
     for name in ("flops", "kv_bytes", "stored_bytes", "prompt_tokens"):
         row[name] = round(mean(record[name] for record in records))

@@ -48,7 +48,8 @@ def load_weights(path: str | Path, model: Any, *, dtype: Any = None) -> Weights:
 
     Args:
         path: the folder or file.
-        model: the run's model, not patched; a LoRA is merged into a copy of it.
+        model: the run's model, not patched; a LoRA is merged into a copy of it, or into the model that it names where
+            it was made for another one.
         dtype: of a whole model; None: as saved.
 
     Raises:
@@ -62,14 +63,24 @@ def load_weights(path: str | Path, model: Any, *, dtype: Any = None) -> Weights:
         raise FileNotFoundError(f"{path}: there is no such folder or file of weights")
     from kvspeed.speed.tuning.trained import load_tuned
 
-    is_lora = (path / "adapter_config.json").is_file()
-    tuned, _ = load_tuned(path, copy.deepcopy(model) if is_lora else None, dtype=dtype)
+    tuned, _ = load_tuned(path, copy.deepcopy(model) if _is_lora_for(path, model) else None, dtype=dtype)
     device = next(model.parameters()).device
     tuned = tuned.to(device).eval()
     patch_model(tuned, len(base_model(tuned).layers))  # type: ignore[arg-type]
     soft = path / "adapter.safetensors"
     adapter = PacketAdapter.load(soft, tuned) if soft.is_file() else None
     return Weights(tuned, adapter=adapter, training=_training(path / "report.json"))
+
+
+def _is_lora_for(folder: Path, model: Any) -> bool:
+    """Whether the folder holds a LoRA that can be merged into `model`; one that says nothing of its model can."""
+    if not (folder / "adapter_config.json").is_file():
+        return False
+    try:
+        wanted = json.loads((folder / "kvspeed-lora.json").read_text(encoding="utf-8"))["base_fingerprint"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return True
+    return wanted == model_fingerprint(model)
 
 
 def _training(path: Path) -> dict[str, Any]:
