@@ -111,6 +111,22 @@ def test_a_lora_is_refused_on_other_weights(tmp_path):
         load_tuned(tmp_path / "teacher")
 
 
+def test_a_lora_finds_the_models_that_kvspeed_ships(tmp_path, monkeypatch):
+    from kvspeed import smollm2, testbed
+
+    monkeypatch.setattr(testbed, "load_tuned", lambda **_: asked_model())
+    monkeypatch.setattr(smollm2, "load_smollm2", lambda **_: asked_model(seed=1))
+    for seed, name in enumerate((testbed.MODEL_NAME, smollm2.MODEL_NAME)):
+        model, tokenizer = asked_model(seed=seed)
+        model.config._name_or_path = name
+        tune(model, tokenizer, random_samples(4), **{**QUICK, "steps": 1}, folder=tmp_path / name)
+        assert same(weights(load_tuned(tmp_path / name)[0]), weights(model))
+    nameless, tokenizer = asked_model()
+    tune(nameless, tokenizer, random_samples(4), **{**QUICK, "steps": 1}, folder=tmp_path / "nameless")
+    with pytest.raises(ValueError, match="does not say which model its LoRA is for; give base_model"):
+        load_tuned(tmp_path / "nameless")
+
+
 def test_bfloat16_products_leave_float32_weights():
     model, tokenizer = asked_model()
     data, before = [*random_samples(4, per_context=2), *chats(2)], weights(model)

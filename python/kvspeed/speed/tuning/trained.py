@@ -178,7 +178,10 @@ def _with_lora(model: nn.Module, rank: int, alpha: float, seed: int) -> nn.Modul
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return peft.get_peft_model(model, config)
+        wrapped = peft.get_peft_model(model, config)
+    inner: Any = causal_lm(model)
+    wrapped.peft_config["default"].base_model_name_or_path = inner.config._name_or_path or None
+    return wrapped
 
 
 def _peft() -> Any:
