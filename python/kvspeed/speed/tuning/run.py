@@ -71,7 +71,7 @@ class Run:
         for part in self._soft():
             part.requires_grad_(True)
         choices = self.choices
-        groups = [{"params": list(self.trained.weights.values()), "lr": choices.lr}]
+        groups: list[dict[str, Any]] = [{"params": list(self.trained.weights.values()), "lr": choices.lr}]
         if self.adapter is not None:
             groups.append({"params": self._soft(), "lr": choices.adapter_lr})
         self.optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
