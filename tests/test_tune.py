@@ -111,6 +111,23 @@ def test_a_lora_is_refused_on_other_weights(tmp_path):
         load_tuned(tmp_path / "teacher")
 
 
+def test_a_lora_may_be_shipped_small(tmp_path):
+    from kvspeed.testbed.lora import merge_lora, peft_tensors, read_lora, write_lora
+
+    model, tokenizer = asked_model()
+    tune(model, tokenizer, random_samples(4), **QUICK, alpha=7.0, folder=tmp_path)
+    write_lora(tmp_path / "lora.safetensors", peft_tensors(tmp_path), {"k": 4})
+    tensors, notes = read_lora(tmp_path / "lora.safetensors")
+    again = merge_lora(asked_model()[0], tensors)
+    assert notes == {"k": 4} and not same(weights(again), weights(asked_model()[0]))
+    for name, weight in weights(again).items():
+        torch.testing.assert_close(weight, weights(model)[name], atol=2e-3, rtol=0)  # bfloat16 update
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "use_dora": True}))
+    with pytest.raises(ValueError, match="holds no plain LoRA"):
+        peft_tensors(tmp_path)
+
+
 def test_a_lora_finds_the_models_that_kvspeed_ships(tmp_path, monkeypatch):
     from kvspeed import smollm2, testbed
 

@@ -7,16 +7,19 @@ merged weights, and with them the model's fingerprint, are the same on every mac
 
 from __future__ import annotations
 
+import json
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from kvspeed.models import base_model
 from kvspeed.packet.tensorfile import read_tensor_file, write_tensor_file
 
-__all__ = ["LoraLinear", "attach_lora", "lora_tensors", "merge_lora", "read_lora", "write_lora"]
+__all__ = ["LoraLinear", "attach_lora", "lora_tensors", "merge_lora", "peft_tensors", "read_lora", "write_lora"]
 
 FORMAT = "kvspeed.lora"
 VERSION = 1
@@ -86,6 +89,30 @@ def lora_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
         if isinstance(module, LoraLinear):
             found[f"{name}.a"] = module.a.detach().clone()
             found[f"{name}.b"] = (module.b.detach() * module.scale).clone()
+    return found
+
+
+def peft_tensors(folder: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
+    """A LoRA that peft saved, as `lora_tensors` gives one: what `kvspeed tune-speed` wrote, to be shipped small.
+
+    Raises:
+        FileNotFoundError: there is no adapter in the folder.
+        ValueError: it is no plain LoRA (other kinds, or ranks that differ between layers).
+    """
+    place = Path(folder)
+    config = json.loads((place / "adapter_config.json").read_text(encoding="utf-8"))
+    odd = [
+        name
+        for name in ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "fan_in_fan_out")
+        if config.get(name)
+    ]
+    if config.get("peft_type") != "LORA" or odd:
+        raise ValueError(f"{place} holds no plain LoRA ({', '.join(odd) or config.get('peft_type')})")
+    scale, found = config["lora_alpha"] / config["r"], {}
+    for name, tensor in load_file(place / "adapter_model.safetensors").items():
+        layer, _, part = name.partition(".lora_")
+        layer = layer[layer.index("layers.") :]
+        found[f"{layer}.{part[0].lower()}"] = tensor * scale if part.startswith("B") else tensor
     return found
 
 
