@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kvspeed.atomic import replacing
+
 __all__ = ["COLOURS", "MARKERS", "panels_of", "pyplot", "saved", "with_legend"]
 
 COLOURS = (
@@ -63,12 +65,10 @@ def saved(plt: Any, figure: Any, path: str | os.PathLike[str]) -> Path:
     """Write the figure as PNG, close it, and return its path."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.png")
     try:
         figure.tight_layout()
-        figure.savefig(part, dpi=120, bbox_inches="tight")
-        os.replace(part, path)
+        with replacing(path) as part:
+            figure.savefig(part, format="png", dpi=120, bbox_inches="tight")
     finally:
         plt.close(figure)
-        part.unlink(missing_ok=True)
     return path

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from kvspeed.atomic import replacing
 from kvspeed.eval.bootstrap import mean_interval, ratio_interval
 from kvspeed.eval.checks import satisfied
 from kvspeed.eval.journal import Record
@@ -195,12 +196,8 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Writes a file that appears whole or not at all, its folder made where it is missing."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
+    with replacing(path) as part:
         part.write_text(text, encoding="utf-8")
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _machine(model: Any) -> dict[str, Any]:
