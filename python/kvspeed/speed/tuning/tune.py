@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -183,7 +184,7 @@ def tune(
         len(held_parts[0]) + len(held_parts[1]),
         planned_steps=len(plan),
         method=method,
-        speed=asdict(spec),
+        speed=_fields(spec),
         layers=layers,
         teacher_seconds=time.perf_counter() - begin,
     )
@@ -273,4 +274,9 @@ def _settings(
     left_out = ("lr", "adapter_lr", "checkpoint_every", "epochs", "micro_tokens", "gradient_checkpointing")
     said = {name: value for name, value in asdict(choices).items() if name not in left_out}
     soft = [adapter.header.shape[0], adapter.trailer.shape[0]] if adapter is not None else None
-    return {**said, "data": data, "speed": asdict(spec), "steps": steps, "soft_tokens": soft}
+    return {**said, "data": data, "speed": _fields(spec), "steps": steps, "soft_tokens": soft}
+
+
+def _fields(spec: SpeedSpec) -> dict[str, Any]:
+    """As JSON gives them back."""
+    return json.loads(json.dumps(asdict(spec)))
