@@ -170,6 +170,21 @@ def test_turns(architecture: str, option: str) -> None:
     close(second.logits[0], wanted[31:-1])
 
 
+def test_anchors_that_come_late_in_one_row() -> None:
+    """A token that is an anchor in a short row and plain prompt in a long one passes the gap by in that one."""
+    model, options = gapped("llama", [1, 3], anchor_tokens=4), {"anchor_tokens": 4}
+    rows = [ids_of(10)[0], ids_of(1)[0]]
+    ids, mask = left_padded(rows)
+    first = answer(model, ids, attention_mask=mask, n=2)
+    ids = torch.cat([first.sequences, ids_of(4, batch=2)], 1)
+    mask = torch.cat([mask, torch.ones(2, 6, dtype=mask.dtype)], 1)
+    second = answer(model, ids, attention_mask=mask, **{CACHE: first.cache})
+    for i, row in enumerate(rows):
+        tokens = conversation((row.shape[0], 1), (1 + 4, 5))
+        wanted = oracle(plain("llama"), second.sequences[i, 10 - row.shape[0] :], tokens, [1, 3], **options)
+        close(second.logits[i], wanted[-6:-1])
+
+
 def test_crop_and_going_on() -> None:
     model = gapped("llama", [1, 3])
     first = answer(model, ids_of(20), n=6)
