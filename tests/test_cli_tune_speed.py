@@ -90,5 +90,5 @@ def test_refusals(tmp_path, model, file):
     assert "is not a file" in refused(run(*base, "--data", file, "--adapter", tmp_path / "none"))
     wrong = tmp_path / "wrong.jsonl"
     wrong.write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
-    assert "wrong-1: has no answer to learn from" in refused(run(*base, "--data", wrong))
+    assert "wrong-1: has no answer to learn from" in refused(run(*base, "--data", wrong, "--dev", 0))
     assert not (tmp_path / "out").exists()
