@@ -192,9 +192,9 @@ def _load_model(name: str | None, dtype: str | None) -> tuple[Any, Any, str]:
     try:
         with progress(f"loading {name}"):
             if (Path(source) / "adapter_config.json").is_file():  # a LoRA, as kvspeed tune-speed writes it
-                from kvspeed.speed.tuning import load_tuned
+                from kvspeed.speed import tuning
 
-                model = load_tuned(source, dtype=wanted)[0]
+                model = tuning.load_tuned(source, dtype=wanted)[0]
             else:
                 model = AutoModelForCausalLM.from_pretrained(source, dtype=wanted if wanted is not None else "auto")
             tokenizer = AutoTokenizer.from_pretrained(source)
