@@ -115,9 +115,9 @@ def _row(
         row[name] = median(float(r[name]) for r in found) if found else None
         row[name.replace("_s", "_questions")] = len(found)
         pairs = [(full[r["sample"]].get(name), r[name]) for r in found if r["sample"] in full]
-        pairs = [(float(a), b) for a, b in pairs if a is not None]
+        timed: list[tuple[float, float]] = [(a, b) for a, b in pairs if a is not None]
         row[name.replace("_s", "_speedup")] = (
-            median(float(a) for a, _ in pairs) / median(float(b) for _, b in pairs) if pairs else None
+            median(a for a, _ in timed) / median(b for _, b in timed) if timed else None
         )
     for name in ("flops", "kv_bytes", "stored_bytes", "prompt_tokens"):
         row[name] = round(mean(record[name] for record in records))
