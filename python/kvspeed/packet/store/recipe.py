@@ -18,7 +18,7 @@ from torch import nn
 from kvspeed.fingerprint import model_fingerprint
 from kvspeed.models import base_model
 from kvspeed.packet.adapter import PacketAdapter, describe_model
-from kvspeed.packet.build import _depth as depth_of
+from kvspeed.packet.build import stored_depth
 from kvspeed.packet.packet import Packet
 from kvspeed.patch import state_of
 
@@ -76,7 +76,7 @@ class Recipe:
         Raises:
             TypeError, ValueError: an argument does not fit the model; see `build_packet`.
         """
-        depth = depth_of(model, k)
+        depth = stored_depth(model, k)
         if adapter is not None:
             adapter.check_model(model)
             adapter = adapter if adapter.tokens else None
