@@ -318,7 +318,7 @@ def _list() -> None:
 
     print("tasks: " + ", ".join(TASKS))
     for name, make in known.items():
-        lines = (make.__doc__ or "").strip().splitlines()
+        lines = (getattr(make, "func", make).__doc__ or "").strip().splitlines()
         print(f"{name:16} {lines[0] if lines else ''}".rstrip())
 
 

@@ -21,6 +21,32 @@ from kvspeed.eval.methods.sink import Sink
 
 __all__ = ["METHODS", "get_method"]
 
+
+def _epic_bos(tokens: int) -> Method:
+    """As epic, each document cached behind a BoS of its own."""
+    return Epic(tokens, bos=True)
+
+
+def _samkv_large() -> Method:
+    """SamKV with 64 + 128 anchors a document."""
+    return SamKV(initial=64, local=128, block=64, name="samkv-large")
+
+
+def _sink_cacheblend(percent: int) -> Method:
+    """CacheBlend on documents that have seen the preamble."""
+    return CacheBlend(percent, before="preamble")
+
+
+def _sink_epic(tokens: int) -> Method:
+    """EPIC on documents that have seen the preamble."""
+    return Epic(tokens, before="preamble")
+
+
+def _sink_a3(percent: int) -> Method:
+    """A3 on documents that have seen the preamble."""
+    return A3(percent, before="preamble")
+
+
 # Name -> how to make it. A name that ends in "<n>" stands for one of each whole number, which its maker is given.
 METHODS: dict[str, Callable[..., Method]] = {
     "full": Full,
@@ -30,14 +56,14 @@ METHODS: dict[str, Callable[..., Method]] = {
     "sink": Sink,
     "cacheblend-<n>": CacheBlend,
     "epic-<n>": Epic,
-    "epic-bos-<n>": lambda tokens: Epic(tokens, bos=True),
+    "epic-bos-<n>": _epic_bos,
     "a3-<n>": A3,
     "samkv": SamKV,
-    "samkv-large": lambda: SamKV(initial=64, local=128, block=64, name="samkv-large"),
+    "samkv-large": _samkv_large,
     "block-attention": BlockAttention,
-    "sink+cacheblend-<n>": lambda percent: CacheBlend(percent, before="preamble"),
-    "sink+epic-<n>": lambda tokens: Epic(tokens, before="preamble"),
-    "sink+a3-<n>": lambda percent: A3(percent, before="preamble"),
+    "sink+cacheblend-<n>": _sink_cacheblend,
+    "sink+epic-<n>": _sink_epic,
+    "sink+a3-<n>": _sink_a3,
     **compressed_methods(),
 }
 
