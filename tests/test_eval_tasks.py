@@ -173,6 +173,13 @@ def test_specs():
     (odd,) = split_specs("samples:path=/a,b/c:d.jsonl")
     assert odd.options == {"path": "/a,b/c:d.jsonl"}
     assert split_specs("multihop")[0].load(4, questions_per_context=4) == multihop(4, questions_per_context=4)
+    # a task that cannot have as many questions on its documents has as many as it can, unless its options ask for them
+    assert split_specs("niah")[0].load(3, questions_per_context=6) == niah(3)
+    assert split_specs("biography:documents=2")[0].load(30, questions_per_context=40) == biography(
+        30, documents=2, questions_per_context=12
+    )
+    with pytest.raises(ValueError, match="niah:questions_per_context=2: questions_per_context: got 2"):
+        split_specs("niah:questions_per_context=2")[0].load(3)
     assert split_specs("niah")[0].answer_tokens < split_specs("hotpotqa:path=x:steps=true")[0].answer_tokens
 
 

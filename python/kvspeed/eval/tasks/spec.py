@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvspeed.eval.tasks.biography import biography
+from kvspeed.eval.tasks.biography import TooManyQuestions, biography
 from kvspeed.eval.tasks.hotpotqa import hotpotqa
 from kvspeed.eval.tasks.multihop import multihop
 from kvspeed.eval.tasks.musique import musique
@@ -97,16 +97,24 @@ class TaskSpec:
         return ANSWER_TOKENS.get(self.name, 48)
 
     def load(self, count: int, *, seed: int = 0, split: str = "test", questions_per_context: int = 1) -> list[Sample]:
-        """The samples; `questions_per_context` is passed to tasks that know it, where the options do not say it.
+        """The samples, up to `questions_per_context` in a row on the same documents, where the options do not say it.
+
+        A task that cannot have as many (`niah` has one needle to ask for) has as many as it can.
 
         Raises:
             ValueError, OSError, ImportError: as the task's function.
         """
         make, options = TASKS[self.name], dict(self.options)
-        if questions_per_context > 1 and "questions_per_context" in inspect.signature(make).parameters:
-            options.setdefault("questions_per_context", questions_per_context)
+        fixed = "questions_per_context" in options or "questions_per_context" not in inspect.signature(make).parameters
+        if questions_per_context > 1 and not fixed:
+            options["questions_per_context"] = questions_per_context
         try:
-            samples = make(count, seed=seed, split=split, **options)
+            try:
+                samples = make(count, seed=seed, split=split, **options)
+            except TooManyQuestions as error:
+                if fixed or error.most < 1:
+                    raise
+                samples = make(count, seed=seed, split=split, **{**options, "questions_per_context": error.most})
         except (TypeError, ValueError) as error:
             raise ValueError(f"tasks: {self.text or self.name}: {error}") from error
         return samples if self.shuffle is None else [_shuffled(sample, self.shuffle) for sample in samples]
