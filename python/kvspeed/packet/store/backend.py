@@ -6,7 +6,6 @@ Names are made by the store from checked parts and never come from a file or a u
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import torch
 
 from kvspeed.packet.tensorfile import Encoded
 
-__all__ = ["ENDING", "Backend", "Entry", "open_backend"]
+__all__ = ["ENDING", "Backend", "Entry"]
 
 ENDING = ".packet.safetensors"
 
@@ -99,27 +98,3 @@ class Backend(Protocol):
 
     def remove_empty(self, folder: str) -> None:
         """Remove a folder that holds no packets."""
-
-
-def open_backend(url: str | os.PathLike[str], options: dict[str, Any] | None) -> Backend:
-    """The place that `url` names: a path, or anything that fsspec knows ("s3://bucket/folder", "memory://x").
-
-    Raises:
-        TypeError: it is neither a string nor a path.
-        ValueError: fsspec does not know it, or the package for it is missing.
-    """
-    from kvspeed.packet.store.local import LocalBackend
-
-    if not isinstance(url, (str, os.PathLike)):
-        raise TypeError(f"path_or_url: expected a path or a URL, got {type(url).__name__}")
-    text = os.fspath(url)
-    if not isinstance(text, str) or not text.strip() or "\0" in text:
-        raise ValueError(f"path_or_url: got {text!r}; give a folder, or a URL such as s3://bucket/folder")
-    protocol, separator, rest = text.partition("://")
-    if not separator:
-        return LocalBackend(text)
-    if protocol in ("file", "local"):
-        return LocalBackend(rest)
-    from kvspeed.packet.store.remote import FsspecBackend
-
-    return FsspecBackend(text, options or {})
