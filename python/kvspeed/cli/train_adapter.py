@@ -94,7 +94,7 @@ def train_adapter(
     """Train packet adapters: soft tokens that make packets answer as the model does with all documents before it.
 
     The model's own answers are computed once and kept in --out; an interrupted run goes on where it was. On several
-    processes: accelerate launch --num_processes 2 -m kvspeed train-adapter ...
+    processes: accelerate launch --num_processes 2 -m kvspeed train-adapter ... (on CPUs: torchrun --nproc_per_node 2)
     """
     from kvspeed import train_adapter as train
     from kvspeed.packet.train.initial import begin_with_preamble
