@@ -165,14 +165,14 @@ def write(
 ) -> None:
     """Write a task's questions to a file, for kvspeed train-adapter or to look at."""
     from kvspeed.eval.tasks import split_specs
-    from kvspeed.samples import write_samples
+    from kvspeed.samples import distinct, write_samples
 
     made = [
         sample
         for spec in split_specs(tasks)
         for sample in spec.load(count, seed=seed, split=split, questions_per_context=questions_per_context)
     ]
-    write_samples(file, made)
+    write_samples(file, distinct(made))
     _say(file)
 
 

@@ -156,7 +156,7 @@ def _person(rng: Random, names: Names, facts: int) -> tuple[str, dict[str, str],
         "born in": names.town(),
         "lives in": names.town(),
         "school": names.school(),
-        "subject": rng.choice(_SUBJECTS),
+        "subject": names.one_of(_SUBJECTS) if names.people <= len(_SUBJECTS) else rng.choice(_SUBJECTS),
         "works for": names.firm(),
     }
     # as many draws as there are facts, of which the first counts: a seed's samples are what they always were

@@ -66,8 +66,8 @@ _ABOUT_FIRM = (
 _HOBBIES = "chess,sailing,baking,cycling,fishing,gardening,knitting,hiking,pottery,singing,skating,tennis".split(",")
 _RIDES = "bus,train,tram,ferry,bicycle".split(",")
 _PRODUCTS = (
-    "clocks,bicycles,violins,lamps,tents,boots,kettles,pumps,toys,mirrors,carpets,cameras,ladders,engines,pencils,"
-    "umbrellas,helmets,sofas,candles,gloves,scales,drums,knives,ropes,bricks,bottles,boats,locks,pianos,stoves"
+    "clocks,bicycles,violins,lamps,tents,boots,kettles,pumps,spoons,mirrors,carpets,cameras,ladders,engines,pencils,"
+    "umbrellas,helmets,sofas,candles,gloves,scales,drums,knives,ropes,bricks,bottles,boats,chairs,pianos,stoves"
 ).split(",")
 
 

@@ -77,14 +77,14 @@ class Names:
     def __init__(self, rng: random.Random, split: str) -> None:
         self.rng, self.split = rng, check_split(split)
         self._used: set[str] = set()
-        self._people = 0
+        self.people = 0  # drawn so far
 
     def person(self) -> tuple[str, str]:
         """(full name, pronoun "She" or "He"); surnames never repeat, first names only after 20 people."""
         female = self.rng.random() < 0.5
         pool = _FEMALE if female else _MALE
-        self._people += 1
-        first = self._fresh(lambda: self.rng.choice(pool)) if self._people <= 20 else self.rng.choice(pool)
+        self.people += 1
+        first = self._fresh(lambda: self.rng.choice(pool)) if self.people <= 20 else self.rng.choice(pool)
         return f"{first} {self._joined(_SURNAME, '')}", "She" if female else "He"
 
     def town(self) -> str:

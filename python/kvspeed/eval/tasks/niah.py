@@ -94,6 +94,8 @@ def niah(
         raise ValueError(f"distractors: got {distractors}, give 0 to 50")
     if short < 20:
         raise ValueError(f"chunk_tokens: got {short}, give at least 20, which is one sentence")
+    if depth is not None:  # which holds for one needle
+        check_questions(questions_per_context, 1, "the needles that stand at a depth asked for are")
     check_questions(questions_per_context, 1 + distractors, "the needles to ask for are")
     task = "niah-multikey" if distractors else "niah"
     samples: list[Sample] = []

@@ -81,12 +81,20 @@ class TaskSpec:
             key, _, value = part.partition("=")
             options[key] = value if key in ("path", "name", "config") else _value(value)
         shuffle = options.pop("shuffle", None)
-        allowed = set(inspect.signature(TASKS[name]).parameters) - {"count", "seed", "split"}
+        if shuffle is not None and (isinstance(shuffle, bool) or not isinstance(shuffle, int)):
+            raise ValueError(f"tasks: {text.strip()}: shuffle is the seed of an order, a whole number")
+        parameters = inspect.signature(TASKS[name]).parameters
+        allowed = set(parameters) - {"count", "seed", "split"}
         unknown = sorted(set(options) - allowed)
         if unknown:
             raise ValueError(
                 f"tasks: {name} has no option {unknown[0]!r}; it has {', '.join(sorted(allowed | {'shuffle'}))}"
             )
+        for key, value in options.items():
+            _check_kind(text.strip(), key, value, str(parameters[key].annotation))
+        missing = [key for key in allowed if parameters[key].default is inspect.Parameter.empty and key not in options]
+        if missing:
+            raise ValueError(f"tasks: {name} needs {missing[0]}: write {name}:{missing[0]}=...")
         return cls(name, options, shuffle, text.strip())
 
     @property
@@ -149,6 +157,29 @@ def _value(text: str) -> Any:
         except ValueError:
             continue
     return tuple(text.split("+"))
+
+
+# kinds of options, as their annotations name them: how they are written, and which values they are
+_KINDS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
+    ("bool", "true or false", lambda value: isinstance(value, bool)),
+    ("tuple[int, int]", "two numbers as 2-7", lambda value: isinstance(value, tuple) and isinstance(value[0], int)),
+    ("tuple[str, ...]", "names as a+b", lambda value: isinstance(value, tuple) and isinstance(value[0], str)),
+    ("float", "a number", lambda value: isinstance(value, (int, float)) and not isinstance(value, bool)),
+    ("int", "a whole number", lambda value: isinstance(value, int) and not isinstance(value, bool)),
+    ("str", "text", lambda value: isinstance(value, str)),
+)
+
+
+def _check_kind(text: str, key: str, value: Any, annotation: str) -> None:
+    """Refuses a value of another kind than the option's, such as `facts=a`."""
+    fitting, rest = [], annotation
+    for kind, words, fits in _KINDS:
+        if kind in rest:
+            rest = rest.replace(kind, "")
+            fitting.append(words)
+            if fits(value):
+                return
+    raise ValueError(f"tasks: {text}: {key} is {' or '.join(fitting)}")
 
 
 def _shuffled(sample: Sample, seed: int) -> Sample:
