@@ -172,8 +172,10 @@ def write(
         for spec in split_specs(tasks)
         for sample in spec.load(count, seed=seed, split=split, questions_per_context=questions_per_context)
     ]
+    if not file.absolute().parent.is_dir():
+        raise Fault(f"{file}: there is no folder {file.parent}; make it first")
     write_samples(file, distinct(made))
-    _say(file)
+    stderr().print(f"wrote {file}, {counted(len(made), 'question')}", markup=False, soft_wrap=True)
 
 
 @app.command()
@@ -319,7 +321,8 @@ def _list() -> None:
     print("tasks: " + ", ".join(TASKS))
     for name, make in known.items():
         lines = (getattr(make, "func", make).__doc__ or "").strip().splitlines()
-        print(f"{name:16} {lines[0] if lines else ''}".rstrip())
+        print(f"{name:24} {lines[0] if lines else ''}".rstrip())
+    print("<n> is a percentage, and a number of tokens for epic")
 
 
 def _print(found: dict[str, Any]) -> None:

@@ -117,7 +117,10 @@ def train_adapter(
     soft = _adapter(network, adapter, header, trailer, seed)
     if init == "preamble" and adapter is None:
         begin_with_preamble(soft, network, tokenizer)
-    with _bars() as progress:
+    begun = (out / "checkpoint.safetensors").is_file()
+    if begun and resume:
+        stderr().print(f"going on from {out / 'checkpoint.safetensors'} (--no-resume starts anew)", soft_wrap=True)
+    with _advice(out), _bars() as progress:
         report = train(
             network,
             tokenizer,
@@ -213,6 +216,19 @@ def _adapter(network: Any, file: Path | None, header: int | None, trailer: int |
         if asked is not None and asked != there.shape[0]:
             raise Fault(f"{option}: asks for {asked} soft tokens, {file} has {there.shape[0]}; leave {option} out")
     return given
+
+
+@contextmanager
+def _advice(out: Path) -> Iterator[None]:
+    """Says what an interruption left, and gives advice in the words of the command line."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if (out / "checkpoint.safetensors").is_file():
+            stderr().print(f"kept in {out}; the same command goes on from there", soft_wrap=True, markup=False)
+        raise
+    except ValueError as error:
+        raise Fault(str(error).replace("resume=False", "--no-resume")) from error
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from difflib import get_close_matches
 
 from kvspeed.eval.methods.a3 import A3
 from kvspeed.eval.methods.base import Method
@@ -84,4 +85,6 @@ def get_method(name: str) -> Method:
             method = make(int(found[1]))
             method.name = name
             return method
-    raise ValueError(f"method: {name!r} is not known; known are {', '.join(METHODS)} (<n>: a number)")
+    near = get_close_matches(name, METHODS, n=1)
+    meant = f" (did you mean {near[0]}?)" if near else ""
+    raise ValueError(f"method: {name!r} is not known{meant}; known are {', '.join(METHODS)} (<n>: a number)")

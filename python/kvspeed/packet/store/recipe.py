@@ -130,7 +130,11 @@ class Recipe:
         adapter = f"adapter {self.adapter_fingerprint[:8]}" if self.adapter_fingerprint else "no adapter"
         depth = f"k={self.k} of {self.layers} layers" if self.k is not None else f"{self.layers} layers"
         storage = self.storage if self.storage == self.dtype else f"{self.storage} for {self.dtype}"
-        press = f", press {self.press.get('name', '?')}" if self.press is not None else ""
+        press = ""
+        if self.press is not None:
+            removed = self.press.get("ratio")
+            percent = f"-{100 * removed:g}" if isinstance(removed, (int, float)) else ""
+            press = f", press {self.press.get('name', '?')}{percent}"
         return f"{self.model_name} {self.model_fingerprint[:8]}, {adapter}, {depth}, {storage}{press}"
 
     def to_json(self) -> bytes:
