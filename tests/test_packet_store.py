@@ -413,6 +413,11 @@ def test_sizes():
     for wrong in ("", "-1", "1 PB", "GiB", "1e9", "1.2.3 MB"):
         with pytest.raises(ValueError, match="x: got"):
             parse_size("x", wrong)
+    assert parse_size("x", "7TiB") == 7 * 2**40 and parse_size("x", 2**63 - 1) == 2**63 - 1
+    for wrong in ("9" * 400, "9" * 9000 + "GiB", "9.9" * 2000, 2**63, 10**5000, -(10**5000), "8388608 TiB"):
+        with pytest.raises(ValueError, match=r"x: (got|expected)") as caught:
+            parse_size("x", wrong)
+        assert len(str(caught.value)) < 250 and "\n" not in str(caught.value)
     assert [show_size(n) for n in (0, 1023, 1536, 150 * 2**20, 3 * 2**30)] == [
         "0 B",
         "1023 B",
