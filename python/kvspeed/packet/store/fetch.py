@@ -77,10 +77,10 @@ class Reader:
         except FileNotFoundError:
             pass
         except TensorFileError:  # a damaged copy is fetched anew
-            self.cache.backend.delete(name)
+            self.forget(name)
         data, _ = self.backend.read(name)
         try:
-            self.cache.make_room(len(data), ())
+            self.cache.make_room(len(data), (), replaced=name)
             self.cache.backend.write(name, _Bytes(data))  # type: ignore[arg-type]
             return self._parse(self.cache.backend, name, False)
         except StoreError:  # larger than the cache, or its disk is full: the packet itself is here

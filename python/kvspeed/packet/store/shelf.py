@@ -14,7 +14,7 @@ from kvspeed.packet.packet import Packet
 from kvspeed.packet.store.backend import ENDING, Backend
 from kvspeed.packet.store.builder import Builder
 from kvspeed.packet.store.catalogue import Catalogue
-from kvspeed.packet.store.errors import DamagedPacketError, MissingPacketError, StoreReadOnlyError
+from kvspeed.packet.store.errors import DamagedPacketError, MissingPacketError, StoreError
 from kvspeed.packet.store.fetch import Checksums, Reader
 from kvspeed.packet.store.local import LocalBackend
 from kvspeed.packet.store.recipe import Recipe
@@ -102,7 +102,10 @@ class Shelf:
         except FileNotFoundError:
             raise MissingPacketError(self.catalogue.missing(id, self.recipe)) from None
         except TensorFileError as error:
-            return self.rebuild(id, error)
+            packet, refused = self.rebuild(id, error)
+            unstored = f", and not stored ({refused})" if refused is not None else ""
+            warnings.warn(f"{error}; it is rebuilt now from its text{unstored}", RuntimeWarning, stacklevel=4)
+            return packet
         self.reader.touch(name)
         self.counters.loaded += 1
         return packet
@@ -131,9 +134,10 @@ class Shelf:
     def put(self, id: str, packet: Packet, keep: Iterable[str]) -> None:
         """Write a packet; others than those in `keep` may have to make room for it."""
         encoded = encode_packet(packet)
-        self.counters.evicted += len(self.disk.make_room(encoded.size, frozenset(keep)))
-        self.reader.forget(self.name(id))
-        self.backend.write(self.name(id), encoded)
+        name = self.name(id)
+        self.counters.evicted += len(self.disk.make_room(encoded.size, frozenset(keep), replaced=name))
+        self.reader.forget(name)
+        self.backend.write(name, encoded)
 
     def remove(self, id: str, name: str) -> bool:
         """Remove a packet here and from all tiers; whether it was there."""
@@ -169,8 +173,10 @@ class Shelf:
         self.reader.touch(name)
         return True
 
-    def rebuild(self, id: str, error: TensorFileError) -> Packet:
-        """The packet of a damaged file, made anew from the text that the file still tells, and stored again.
+    def rebuild(self, id: str, error: TensorFileError) -> tuple[Packet, StoreError | None]:
+        """`(packet, why not stored)`: that of a damaged file, made anew from the text that the file still tells.
+
+        It is stored again where that is possible, and can be used in any case.
 
         Raises:
             DamagedPacketError: it does not tell it, or this store has no model to make it with.
@@ -189,15 +195,14 @@ class Shelf:
             raise DamagedPacketError(
                 f"{error}; it cannot be rebuilt, since the model or the adapter changed since this store was opened"
             ) from error
-        warnings.warn(f"{error}; it is rebuilt now from its text", RuntimeWarning, stacklevel=4)
         with self.building:
             packet = self.make(builder, text)
-            self.counters.rebuilt += 1
             try:
                 self.put(id, packet, keep=[id])
-            except StoreReadOnlyError:
-                pass  # the packet can be used all the same
-        return packet
+            except StoreError as refused:  # full, read-only, or just now out of reach
+                return packet, refused
+            self.counters.rebuilt += 1
+        return packet, None
 
     def _rescued_text(self, id: str) -> str | None:
         """The text in the head of a damaged file, if it is the one that the id was made from."""

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 
 from kvspeed.packet.store.backend import Entry
@@ -59,17 +58,16 @@ def _check(shelf: Shelf, entry: Entry, rebuild: bool, remove: bool) -> Problem |
     except TensorFileError as error:
         problem = Problem(entry.id, str(error))
         shelf.forget(entry.id)
+        unmended = problem
         if rebuild:
             try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", RuntimeWarning)
-                    shelf.rebuild(entry.id, error)
-                return replace(problem, done="rebuilt")
-            except DamagedPacketError:
-                pass
-        if remove and shelf.remove(entry.id, entry.name):
-            return replace(problem, done="removed")
-        return problem
+                _, refused = shelf.rebuild(entry.id, error)
+                if refused is None:
+                    return replace(problem, done="rebuilt")
+                unmended = replace(problem, reason=f"{error}; its packet could not be stored again ({refused})")
+            except DamagedPacketError as why:
+                unmended = replace(problem, reason=str(why))
+        return replace(problem, done="removed") if remove and shelf.remove(entry.id, entry.name) else unmended
 
 
 def tidy(shelf: Shelf, limit: int | None, grace_s: float) -> Tidied:
