@@ -1,11 +1,15 @@
 # Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
-"""Damaged packets in places that are full."""
+"""Adding repairs what reading cannot: damaged texts at a URL and packets under a limit."""
 
 from __future__ import annotations
 
+import uuid
+import warnings
+
+import fsspec
 import pytest
 from kvspeed.packet import build_packet
-from kvspeed.packet.store import PacketStore, StoreFullError
+from kvspeed.packet.store import DamagedPacketError, PacketStore, StoreFullError
 from packet_tools import assert_same_packet
 from store_tools import damage, file_of, files, model_and_tokenizer, open_store, some_texts
 
@@ -14,6 +18,61 @@ TEXT = "w120 w121 w122 w123"
 
 def same(packet, text: str) -> None:
     assert_same_packet(packet, build_packet(*model_and_tokenizer(), text))
+
+
+# --- the head of an object at a URL ---
+
+
+def alter(store: PacketStore, id: str, old: bytes, new: bytes) -> None:
+    """Replace bytes of an object at memory:// by as many others."""
+    fs = fsspec.filesystem("memory")
+    name = f"{store.place.removeprefix('memory:/')}/{store.recipe.name}/{id}.packet.safetensors"
+    data = fs.cat_file(name)
+    assert old in data and len(old) == len(new)
+    fs.pipe_file(name, data.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b"w120 w121", b"w120 w129"),  # another text
+        (b"[120,121,", b"[120,129,"),  # other token ids
+        (b'\\"text\\"', b'\\"test\\"'),  # no text at all
+        (b"[120,121,", b"{120,121,"),  # a description that is no JSON
+    ],
+)
+def test_a_damaged_head_at_a_url_is_rebuilt_by_adding(old, new):
+    store = open_store(f"memory://{uuid.uuid4().hex}")
+    (id, other) = store.add([TEXT, *some_texts(1)])
+    alter(store, id, old, new)
+    store = open_store(store.place)
+    with pytest.raises(DamagedPacketError, match=f"{id}.*its text is lost with it: add the text again"):
+        store[id]
+    check = store.verify(rebuild=True)
+    assert {problem.id: problem.done for problem in check.problems} == {id: "found"} and not check.ok
+    assert "its text is lost with it: add the text again" in check.problems[0].reason
+    with pytest.warns(RuntimeWarning, match=f"{id}.*; it is rebuilt now"):
+        assert store.add([TEXT]) == [id]
+    assert store.counters.rebuilt == store.counters.built == 1
+    same(open_store(store.place)[id], TEXT)
+    assert store.verify().ok and other in store
+
+
+def test_damaged_numbers_at_a_url_are_rebuilt_at_the_next_reading():
+    """Adding asks an object store for the beginning of an object only; whoever reads the rest finds the damage."""
+    store = open_store(f"memory://{uuid.uuid4().hex}")
+    (id,) = store.add([TEXT])
+    tail = fsspec.filesystem("memory").cat_file(
+        f"{store.place.removeprefix('memory:/')}/{store.recipe.name}/{id}.packet.safetensors"
+    )[-40:]
+    alter(store, id, tail, bytes([tail[0] ^ 4]) + tail[1:])
+    store = open_store(store.place)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert store.add([TEXT]) == [id]
+    with pytest.warns(RuntimeWarning, match="rebuilt now from its text"):
+        same(store[id], TEXT)
+    assert store.verify().ok
 
 
 # --- a limit of the disk ---

@@ -19,6 +19,7 @@ from kvspeed.packet.store.fetch import Checksums, Reader
 from kvspeed.packet.store.local import LocalBackend
 from kvspeed.packet.store.recipe import Recipe
 from kvspeed.packet.store.reports import Counters
+from kvspeed.packet.store.rescue import check_head, text_in_head
 from kvspeed.packet.store.tiers import DiskTier, MemoryTier
 from kvspeed.packet.tensorfile import TensorFileError
 
@@ -153,7 +154,11 @@ class Shelf:
     # ---- damage ------------------------------------------------------------------------------------------------
 
     def is_whole(self, id: str) -> bool:
-        """Whether the packet is there; a damaged one is named in a warning, and counts as missing."""
+        """Whether the packet is there; a damaged one is named in a warning, and counts as missing.
+
+        Raises:
+            StoreError: the place cannot be read.
+        """
         name = self.name(id)
         entry = self.backend.entry(name)
         if entry is None:
@@ -161,8 +166,8 @@ class Shelf:
         try:
             if isinstance(self.backend, LocalBackend):
                 self.check(id, name, self.reader.read(name))
-            elif self.reader.description(name)[1] != entry.size:
-                raise TensorFileError(f"{self.backend.place.rstrip('/')}/{name} is truncated")
+            else:
+                check_head(self.reader, self.recipe, id, entry)
         except FileNotFoundError:
             return False
         except TensorFileError as error:
@@ -209,15 +214,12 @@ class Shelf:
         name = self.name(id)
         recipe = self.recipe if self.recipe is not None else self.catalogue.recipe(name.partition("/")[0])
         try:
-            header, _ = self.reader.description(name)
-            text, ids = header["text"], tuple(header["token_ids"])
-            if recipe is None or recipe.id_of(text, ids) != id:
+            found = text_in_head(self.reader, recipe, id, name)
+            if found is None or (self.builder is not None and self.builder.token_ids("text", found[0]) != found[1]):
                 return None
-            if self.builder is not None and self.builder.token_ids("text", text) != ids:
-                return None
-        except (FileNotFoundError, KeyError, TypeError, ValueError):
+        except (FileNotFoundError, TypeError, ValueError):
             return None
-        return text
+        return found[0]
 
 
 def _full_name(id: str) -> str:
