@@ -358,7 +358,6 @@ def test_strange_things_in_the_folder_are_left_alone(tmp_path):
     (folder / "zz.packet.safetensors").write_text("mine")
     (tmp_path / "0123").mkdir()
     (tmp_path / "0123" / ("0" * 32 + ".packet.safetensors")).write_text("mine")
-    (folder / ("1" * 32 + ".packet.safetensors")).mkdir()
     store = PacketStore(tmp_path)
     assert list(store) == [id] and store.stats().all_packets == 1 and store.verify().ok
     store.gc(limit=0, grace_s=0)

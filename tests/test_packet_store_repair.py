@@ -1,17 +1,19 @@
 # Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
-"""Adding repairs what reading cannot: damaged texts at a URL and packets under a limit."""
+"""Adding repairs what reading cannot: damaged texts at a URL, packets under a limit, things in a packet's place."""
 
 from __future__ import annotations
 
+import os
 import uuid
 import warnings
+from pathlib import Path
 
 import fsspec
 import pytest
 from kvspeed.packet import build_packet
-from kvspeed.packet.store import DamagedPacketError, PacketStore, StoreFullError
+from kvspeed.packet.store import DamagedPacketError, PacketStore, StoreError, StoreFullError
 from packet_tools import assert_same_packet
-from store_tools import damage, file_of, files, model_and_tokenizer, open_store, some_texts
+from store_tools import damage, file_of, files, in_child, model_and_tokenizer, open_store, some_texts
 
 TEXT = "w120 w121 w122 w123"
 
@@ -148,3 +150,114 @@ def test_a_full_disk_serves_what_it_cannot_write(tight, monkeypatch):
     store = open_store(folder)
     with pytest.warns(RuntimeWarning, match=r"rebuilt now from its text, and not stored \(.*there is no space left"):
         same(store[id], TEXT)
+
+
+# --- things in a packet's place ---
+
+
+def loop(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+def nowhere(path: Path) -> None:
+    path.symlink_to(path.parent / "nothing")
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize("make", [loop, nowhere, pipe, Path.mkdir], ids=["loop", "nowhere", "pipe", "folder"])
+def test_what_is_no_file_is_named_and_repaired_by_adding(tmp_path, make):
+    store = open_store(tmp_path)
+    texts = [TEXT, *some_texts(1)]
+    id, other = store.add(texts)
+    path = file_of(store, id)
+    path.unlink()
+    make(path)
+    for looked in (open_store(tmp_path), PacketStore(tmp_path)):
+        assert list(looked) == [other] and id not in looked and looked.stats().packets == 1
+        check = looked.verify()
+        assert {problem.id: problem.done for problem in check.problems} == {id: "found"} and not check.ok
+        assert check.packets == 1 and str(path) in check.problems[0].reason and "\n" not in str(check)
+    store = open_store(tmp_path)
+    for read in (lambda: store[id], lambda: store.load([id, other])):
+        with pytest.raises(DamagedPacketError, match=f"{id}.*: add the text again"):
+            read()
+    assert [problem.done for problem in store.verify(rebuild=True).problems] == ["found"]
+    with pytest.warns(RuntimeWarning, match=f"{id}.*; it is rebuilt now"):
+        assert store.add(texts) == [id, other]
+    assert path.is_file() and not path.is_symlink() and store.verify().ok and store.counters.built == 1
+    same(open_store(tmp_path)[id], TEXT)
+
+
+@pytest.mark.parametrize("make", [loop, nowhere, pipe, Path.mkdir], ids=["loop", "nowhere", "pipe", "folder"])
+def test_what_is_no_file_can_be_removed(tmp_path, make):
+    store = open_store(tmp_path)
+    ids = store.add(some_texts(2))
+    for id in ids:
+        file_of(store, id).unlink()
+        make(file_of(store, id))
+    del store[ids[0]]
+    assert [problem.done for problem in PacketStore(tmp_path).verify(remove=True).problems] == ["removed"]
+    assert not os.path.lexists(file_of(store, ids[0])) and not os.path.lexists(file_of(store, ids[1]))
+
+
+def test_a_folder_that_is_not_empty_stays_and_is_named(tmp_path):
+    store = open_store(tmp_path)
+    texts = some_texts(2)
+    (id,) = store.add(texts[:1])
+    path = file_of(store, id)
+    path.unlink()
+    path.mkdir()
+    (path / "mine").write_text("x")
+    store = open_store(tmp_path)
+    message = f"{path} is a folder with something in it, where a packet belongs: move it elsewhere"
+    for action in (lambda: store.add(texts), lambda: store.__delitem__(id)):
+        with pytest.raises(StoreError, match=message) as caught:
+            action()
+        assert "\n" not in str(caught.value)
+    assert store.counters.built == 0, "it is said before anything is computed"
+    check = store.verify(remove=True)
+    assert [problem.done for problem in check.problems] == ["found"] and message in check.problems[0].reason
+    assert (path / "mine").read_text() == "x"
+
+
+def test_a_loop_among_the_folders_of_recipes(tmp_path):
+    store = open_store(tmp_path)
+    (id,) = store.add([TEXT])
+    loop(tmp_path / ("0" * 16))
+    store = open_store(tmp_path, disk_limit="1MB")
+    assert store.stats().recipes == 1 and store.verify().ok and PacketStore(tmp_path)[id].text == TEXT
+    assert store.gc(grace_s=0).folders == 0 and len(store.add(some_texts(1))) == 1
+
+
+def test_a_pipe_does_not_make_anyone_wait(tmp_path):
+    """Packets are asked for before they are read, which must not open a pipe for good."""
+    store = open_store(tmp_path)
+    ids = store.add(some_texts(2))
+    file_of(store, ids[1]).unlink()
+    os.mkfifo(file_of(store, ids[1]))
+
+    def load() -> None:
+        import signal
+
+        signal.alarm(20)
+        with pytest.raises(DamagedPacketError):
+            open_store(tmp_path).load(ids)
+
+    assert in_child(load) == 0
+
+
+def test_a_strange_thing_among_the_copies_of_a_url(tmp_path):
+    url = f"memory://{uuid.uuid4().hex}"
+    store = open_store(url, cache=tmp_path)
+    texts = some_texts(2)
+    ids = store.add(texts)
+    store.load(ids)
+    for path in files(tmp_path):
+        path.unlink()
+        path.mkdir()
+    (files(tmp_path)[0] / "mine").write_text("x")
+    store = open_store(url, cache=tmp_path)
+    assert [packet.text for packet in store.load(ids)] == texts and store.stats().cached_packets == 1

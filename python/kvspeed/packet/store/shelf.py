@@ -157,20 +157,23 @@ class Shelf:
         """Whether the packet is there; a damaged one is named in a warning, and counts as missing.
 
         Raises:
+            NameTakenError: something that must not be replaced is in its place.
             StoreError: the place cannot be read.
         """
         name = self.name(id)
         entry = self.backend.entry(name)
-        if entry is None:
-            return False
         try:
             if isinstance(self.backend, LocalBackend):
                 self.check(id, name, self.reader.read(name))
-            else:
+            elif entry is not None:
                 check_head(self.reader, self.recipe, id, entry)
+            else:
+                return False
         except FileNotFoundError:
             return False
         except TensorFileError as error:
+            if entry is None and self.backend.entry(name) is None:  # no file, which writing one might not replace
+                self.backend.delete(name)
             warnings.warn(f"{error}; it is rebuilt now", RuntimeWarning, stacklevel=5)
             self.damaged.add(id)
             self.counters.rebuilt += 1
