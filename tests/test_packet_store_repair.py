@@ -261,3 +261,10 @@ def test_a_strange_thing_among_the_copies_of_a_url(tmp_path):
     (files(tmp_path)[0] / "mine").write_text("x")
     store = open_store(url, cache=tmp_path)
     assert [packet.text for packet in store.load(ids)] == texts and store.stats().cached_packets == 1
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc, where no folder can be made")
+def test_a_place_where_no_folder_can_be_made():
+    with pytest.raises(StoreError, match=r"cannot write to /proc/x/y .*: .*give another folder") as caught:
+        open_store("/proc/x/y").add([TEXT])
+    assert "\n" not in str(caught.value)

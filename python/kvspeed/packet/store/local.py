@@ -22,7 +22,7 @@ import torch
 
 from kvspeed.packet.container import map_file
 from kvspeed.packet.store.backend import ENDING, Entry
-from kvspeed.packet.store.errors import reaching
+from kvspeed.packet.store.errors import StoreError, reaching
 from kvspeed.packet.store.obstacles import obstacle, remove
 from kvspeed.packet.tensorfile import Encoded, TensorFileError
 
@@ -181,7 +181,7 @@ class LocalBackend:
     @contextmanager
     def claim(self, name: str, wait: bool) -> Iterator[bool]:
         path = self._beside(self.root / name, _CLAIM)
-        with reaching(self.place, "write to"):
+        with self._writing():
             descriptor = _again(lambda: self._lock(path, wait))
         if descriptor is None:
             yield False
@@ -260,8 +260,21 @@ class LocalBackend:
     # ---- writing -----------------------------------------------------------------------------------------------
 
     def _write(self, path: Path, pieces: Callable[[], Iterable[bytes | memoryview]]) -> None:
-        with reaching(self.place, "write to"):
+        with self._writing():
             _again(lambda: self._write_once(path, pieces()))
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            with reaching(self.place, "write to"):
+                yield
+        except FileNotFoundError as error:  # here it is no answer: the folder could not be made, however often tried
+            found = StoreError(
+                f"cannot write to {self.place} ({error.strerror}: {error.filename}): no folder can be made there; "
+                "give another folder"
+            )
+            found.errno = error.errno
+            raise found from error
 
     def _write_once(self, path: Path, pieces: Iterable[bytes | memoryview]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
