@@ -65,24 +65,27 @@ class Backend(Protocol):
     def entries(self, folder: str) -> Iterator[Entry]:
         """The packets of a folder."""
 
+    def obstacles(self, folder: str) -> list[Entry]:
+        """What has a packet's name in a folder and is no file, of size 0; reading it says what it is."""
+
     def entry(self, name: str) -> Entry | None:
-        """One packet, None where it is not there."""
+        """One packet, None where it is not there, or is no file."""
 
     def write(self, name: str, encoded: Encoded) -> None:
         """Write a packet in one step: others see all of it or nothing."""
 
     def read(self, name: str) -> tuple[torch.Tensor, Any]:
         """`(data, identity)`: uint8 `[size]`, writable without effect on the file; what is equal for the same file, or
-        None where every reading must be taken for another."""
+        None where every reading must be taken for another. TensorFileError for what is no file."""
 
     def read_start(self, name: str, count: int) -> bytes:
-        """The first `count` bytes, or all where there are fewer."""
+        """The first `count` bytes, or all where there are fewer. TensorFileError for what is no file."""
 
     def prefetch(self, names: list[str]) -> None:
         """These are about to be read."""
 
     def delete(self, name: str) -> bool:
-        """Remove a packet; whether it was there."""
+        """Remove a packet, or what is in its place; whether it was there. NameTakenError where that must not go."""
 
     def touch(self, name: str) -> bool:
         """Note that a packet is used; False where it is certain that it is not there."""
