@@ -35,7 +35,7 @@ MANY, FEW_TOKENS = 1000, 32
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    geometry = {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 64}
+    geometry = {"hidden_size": 192, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 64}
     return tiny_model("llama", layers=30, dtype=torch.bfloat16, **geometry)
 
 

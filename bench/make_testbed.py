@@ -2,7 +2,9 @@
 """Makes the testbed: SmolLM2 tuned to the generated tasks by a LoRA, the frozen model in which adapters are trained.
 
     python bench/make_testbed.py lora --folder build/testbed        # a quarter of an hour on one core
-    python bench/make_testbed.py merge --folder build/testbed       # the tuned model, as transformers loads it
+    torchrun --nproc_per_node 2 bench/make_testbed.py lora --folder build/testbed2 \\
+        --begin-with build/testbed/lora.safetensors --people 2-8         # goes on from there, on two cores
+    python bench/make_testbed.py merge --folder build/testbed2      # the tuned model, as transformers loads it
     kvspeed train-adapter --model build/testbed/model --out build/testbed/universal \\
         --tasks biography,multihop,niah,niah-multikey
     python bench/make_testbed.py look --folder build/testbed --adapter build/testbed/universal/adapter.safetensors
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import time
 from contextlib import nullcontext
@@ -32,7 +35,7 @@ from kvspeed.packet.train.student import context_kv
 from kvspeed.packet.train.teacher import greedy_answers
 from kvspeed.samples import Sample
 from kvspeed.smollm2 import load_smollm2
-from kvspeed.testbed.lora import attach_lora, lora_tensors, merge_lora, read_lora, write_lora
+from kvspeed.testbed.lora import attach_lora, lora_tensors, merge_lora, read_lora, set_lora, write_lora
 
 KEEP = 25  # steps between checkpoints
 
@@ -40,11 +43,13 @@ KEEP = 25  # steps between checkpoints
 SHARES = "biography=0.35,multihop=0.3,niah=0.1,niah-multikey=0.25"
 
 
-def samples_of(split: str, seed: int, contexts: int, shared: str = SHARES) -> list[Sample]:
-    """`contexts` contexts of all tasks in their shares, mixed."""
+def samples_of(
+    split: str, seed: int, contexts: int, shared: str = SHARES, people: tuple[int, int] = (2, 7)
+) -> list[Sample]:
+    """`contexts` contexts of all tasks in their shares, mixed; `people` in a biography context, least and most."""
     shares = {name: float(share) for name, share in (part.split("=") for part in shared.split(","))}
     options: dict[str, dict[str, Any]] = {
-        "biography": {"questions_per_context": 6},
+        "biography": {"questions_per_context": 6, "documents": people},
         "multihop": {"questions_per_context": 4},
         "niah": {"chunks": (2, 6), "chunk_tokens": (40, 110)},
         "niah-multikey": {"chunks": (2, 5), "chunk_tokens": (40, 100), "questions_per_context": 4},
@@ -81,8 +86,13 @@ def lora(options: argparse.Namespace) -> None:
     model, tokenizer = load_smollm2()
     compute = torch.bfloat16 if options.bf16 else torch.float32
     trained = attach_lora(model, options.rank, alpha=2 * options.rank, compute=compute)
+    if options.begin_with:
+        set_lora(model, read_lora(options.begin_with)[0])
+    rank, world = processes()
     end = tokenizer.eos_token_id
-    contexts = contexts_of(tokenizer, samples_of("train", options.seed, options.contexts, options.shares))
+    contexts = contexts_of(
+        tokenizer, samples_of("train", options.seed, options.contexts, options.shares, options.people)
+    )
     held = contexts_of(tokenizer, samples_of("dev", options.seed, 24))
     planned = len(contexts) // options.batch
     steps = min(planned, options.steps or planned)
@@ -96,16 +106,19 @@ def lora(options: argparse.Namespace) -> None:
         batch = contexts[step * options.batch : (step + 1) * options.batch]
         answers = sum(len(query.target) + 1 for context in batch for query in context.queries)
         loss = 0.0
-        for context in batch:  # one graph at a time
+        for context in batch[rank::world]:  # one graph at a time
             part, _ = loss_of(model, [context], end)
             (part / answers).backward()
             loss += part.item() / answers
+        if world > 1:
+            loss = summed(trained, loss)
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         spent += time.perf_counter() - started
-        print(f"step {step + 1}/{steps}  loss {loss:.4f}  {spent:.0f} s", flush=True)
-        if (step + 1) % KEEP == 0 or step + 1 == steps:
+        if rank == 0:
+            print(f"step {step + 1}/{steps}  loss {loss:.4f}  {spent:.0f} s", flush=True)
+        if rank == 0 and ((step + 1) % KEEP == 0 or step + 1 == steps):
             keep(state, trained, optimizer, step + 1, spent)
             if (step + 1) % (2 * KEEP) == 0 or step + 1 == steps:
                 with torch.no_grad():
@@ -116,6 +129,23 @@ def lora(options: argparse.Namespace) -> None:
                 notes |= {"rank": options.rank, "batch": options.batch, "dev_loss": dev, "seconds": round(spent)}
                 write_lora(folder / f"lora-{step + 1:04d}.safetensors", lora_tensors(model), notes)
                 write_lora(folder / "lora.safetensors", lora_tensors(model), notes)
+
+
+def processes() -> tuple[int, int]:
+    """(this process's number, how many) under torchrun; (0, 1) without."""
+    if "WORLD_SIZE" not in os.environ:
+        return 0, 1
+    torch.distributed.init_process_group("gloo")
+    return torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+
+def summed(trained: list[Any], loss: float) -> float:
+    """Add up the gradients and the loss of all processes."""
+    flat = torch.cat([weight.grad.flatten() for weight in trained] + [torch.tensor([loss])])
+    torch.distributed.all_reduce(flat)
+    for weight, part in zip(trained, flat[:-1].split([weight.numel() for weight in trained]), strict=True):
+        weight.grad.copy_(part.view_as(weight))
+    return flat[-1].item()
 
 
 def rate(step: int, planned: int, steps: int, fall_from: int) -> float:
@@ -192,6 +222,11 @@ def look_at(options: argparse.Namespace, model: Any, tokenizer: Any, ways: dict[
             print(f"{task:14} {name:20} F1 {mean:.3f}  of full {ratio:.3f}   {'; '.join(wrong[name][:3])}", flush=True)
 
 
+def pair(text: str) -> tuple[int, int]:
+    least, most = text.split("-")
+    return int(least), int(most)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -199,6 +234,8 @@ def main() -> None:
     part.add_argument("--folder", type=Path, required=True, help="where state and results go")
     part.add_argument("--contexts", type=int, default=480, help="training contexts of 1 to 6 questions")
     part.add_argument("--shares", default=SHARES, help="of the tasks")
+    part.add_argument("--begin-with", type=Path, help="go on from this update, with a new optimiser")
+    part.add_argument("--people", type=pair, default=(2, 7), help="of a biography context, as 2-7")
     part.add_argument("--batch", type=int, default=4, help="contexts a step")
     part.add_argument("--steps", type=int, default=70, help="stop after so many")
     part.add_argument("--fall-from", type=int, default=25, help="step from which the rate falls to zero at --steps")

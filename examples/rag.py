@@ -3,16 +3,16 @@
 
     python examples/rag.py docs/*.txt -q "What was decided in March?" -q "By whom?"
     python examples/rag.py docs/*.txt                      # asks for questions
+    python examples/rag.py docs/*.txt --model DIR --adapter DIR/adapter.safetensors     # with trained soft tokens
     python examples/rag.py docs/*.txt --k 24               # the same in 24 layers (SPEED), on a model tuned for it
 
-Passages are found by BM25, which needs nothing but the words. What is stored beside them is each passage's KV, as a
-packet; a question takes the packets of the passages found, in any order, and only its own few tokens are computed.
+Passages are found by BM25, which needs nothing but the words. Their KV lies in a `PacketStore`, a packet each; a
+question takes the packets of the passages found, in any order, and only its own few tokens are computed.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import math
 import re
 import sys
@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import kvspeed
-from kvspeed.fingerprint import model_fingerprint
 
 INSTRUCTION = "Answer the question from these passages, in a few words.\n\n"
 WORDS = 160  # a passage, about 200 tokens
@@ -66,18 +65,6 @@ class BM25:
         return re.findall(r"\w+", text.lower())
 
 
-def packet_for(text: str, model: Any, tokenizer: Any, folder: Path, k: int | None) -> tuple[kvspeed.Packet, bool]:
-    """The packet of `text` from `folder`, and whether it had to be built."""
-    weights = model_fingerprint(model)  # of another model, the packets are others too
-    name = hashlib.sha256(f"{weights} {k} {text}".encode()).hexdigest()[:24]
-    path = folder / f"{name}.safetensors"
-    if path.exists():
-        return kvspeed.Packet.load(path), False
-    packet = kvspeed.build_packet(model, tokenizer, text + "\n\n")
-    packet.save(path)
-    return packet, True
-
-
 def load_model(name: str | None) -> tuple[Any, Any]:
     """(model, tokenizer): SmolLM2-135M-Instruct, or whatever `name` names."""
     if name is None:
@@ -94,9 +81,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("-q", "--question", action="append", help="may be given several times; none: ask for them")
     parser.add_argument("--model", help="a folder or name for transformers; default: SmolLM2-135M-Instruct")
+    parser.add_argument("--adapter", type=Path, help="soft tokens trained for the model; default: none")
     parser.add_argument("--k", type=int, help="layers that see the documents (SPEED); default: all")
     parser.add_argument("--passages", type=int, default=3, help="passages a question")
-    parser.add_argument("--store", type=Path, default=Path("packets"), help="folder for the packets")
+    parser.add_argument("--store", default="packet-store", help="folder or URL for the packets")
     options = parser.parse_args(arguments)
 
     try:
@@ -108,21 +96,20 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("the files hold no text")
     model, tokenizer = load_model(options.model)
     kvspeed.patch_model(model, k=options.k)
-    options.store.mkdir(parents=True, exist_ok=True)
+    adapter = kvspeed.PacketAdapter.load(options.adapter, model) if options.adapter else None
     begin = time.perf_counter()
-    made = [packet_for(text, model, tokenizer, options.store, options.k) for text in texts]
-    packets = [packet for packet, _ in made]
+    store = kvspeed.PacketStore(options.store, model=model, tokenizer=tokenizer, adapter=adapter)
+    ids = store.add([text + "\n\n" for text in texts])
     print(
-        f"{len(packets)} passages, {sum(packet.length for packet in packets)} tokens, "
-        f"{sum(packet.kv_bytes for packet in packets) / 2**20:.1f} MiB of KV: "
-        f"{sum(new for _, new in made)} computed, the others found, in {time.perf_counter() - begin:.1f} s"
+        f"{len(ids)} passages, {store.stats().bytes / 2**20:.1f} MiB in {options.store}: "
+        f"{store.counters.built} computed, the others found, in {time.perf_counter() - begin:.1f} s"
     )
 
     index = BM25(texts)
     for question in options.question or map(str.strip, iter(lambda: _ask(), "")):
         found = index.best(question, options.passages)
         answer, stats = kvspeed.generate(
-            model, tokenizer, question, [packets[i] for i in found], preamble=INSTRUCTION, return_stats=True
+            model, tokenizer, question, store.load([ids[i] for i in found]), preamble=INSTRUCTION, return_stats=True
         )
         print(f"\n{question}\n  {answer.strip()}")
         print(f"  first token after {stats.ttft_s * 1e3:.0f} ms, over {stats.prefix_tokens} stored tokens; read:")

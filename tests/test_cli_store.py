@@ -87,6 +87,7 @@ def test_ways_of_making_are_kept_apart(place, texts, model_dir, tmp_path):
     assert made[found[4]]["storage"] == "int8" and made[found[5]]["dtype"] == "bfloat16"
     text = done("ls", place)
     assert all(id in text for id in found) and "k=2 of 5 layers" in text and "int8 for float32" in text
+    assert "press tova-50" in text
     summary = done("ls", place, "--recipes")
     assert "6 packets" in summary and found[0] not in summary
 
@@ -200,10 +201,13 @@ def test_ask_a_store(place, texts, model_dir, tmp_path):
     small = added(place, texts[1:], model_dir, "--storage", "int8")
     copies = [answer(place, "--id", small[0], "--id", small[1], "--mode", mode) for mode in ("copy", "view")]
     assert copies[0]["prefix_tokens"] == two["prefix_tokens"] == copies[1]["prefix_tokens"]
+    recipes = {kept["made"]["storage"]: kept["name"] for kept in json.loads(done("ls", place, "--json"))["recipes"]}
+    assert answer(place, "--recipe", recipes["int8"])["packets"] == small
     for wrong, message in (
         (["--packets", place], "were made in 2 ways"),
+        (["--packets", place, "--recipe", "0123"], "is the beginning of 0 recipes"),
         (["--packets", place, "--id", "00000000"], "is the beginning of 0 packets"),
-        (["--packets", tmp_path / "packed", "--id", ids[0]], "--id: names packets of a store"),
+        (["--packets", tmp_path / "packed", "--id", ids[0]], "--id, --recipe: name packets of a store"),
         (["--packets", "memory://nothing-here"], "holds no packets"),
     ):
         assert message in refused(run("ask", "What?", *wrong, "--model", model_dir))

@@ -298,7 +298,16 @@ def test_an_unknown_method_is_refused_before_anything(tiny, samples, tmp_path):
 
 
 def record(number: int, **more) -> dict:
-    return {"task": "t", "digest": str(number), "method": "m", "adapter": None, "max_new_tokens": 3, **more}
+    return {
+        "task": "t",
+        "digest": str(number),
+        "method": "m",
+        "adapter": None,
+        "max_new_tokens": 3,
+        "f1": 0.5,
+        "em": 0.0,
+        **more,
+    }
 
 
 def append(path, first, count):
@@ -356,6 +365,27 @@ def test_a_file_that_is_no_journal_is_left_alone(tmp_path):
         file.write(json.dumps(record(9)) + "\n")
     with pytest.raises(ValueError, match="line 4: is no record"):
         Journal(append_more, {"model": "x"})
+
+
+@pytest.mark.parametrize(
+    "line", ['{"foo": 1}', json.dumps(record(9, f1=9.0)), json.dumps(record(9, task=[1])), "[" * 100_000 + "]"]
+)
+def test_a_line_that_is_no_record_is_named(tmp_path, line):
+    append(tmp_path / "k", 0, 2)
+    with (tmp_path / "k").open("a") as file:
+        file.write(line + "\n" + json.dumps(record(8)) + "\n")
+    with pytest.raises(ValueError, match="k, line 4: is no record"):
+        Journal(tmp_path / "k", {"model": "x"})
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda text: text[1:], lambda text: "\n" + text, lambda text: text.replace("}", "", 1)]
+)
+def test_a_damaged_header_is_not_passed_over(tmp_path, damage):
+    append(tmp_path / "k", 0, 3)
+    (tmp_path / "k").write_text(damage((tmp_path / "k").read_text()))
+    with pytest.raises(ValueError, match="k, line 1: is no header"):
+        Journal(tmp_path / "k", {"model": "another"})
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

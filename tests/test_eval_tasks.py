@@ -173,6 +173,13 @@ def test_specs():
     (odd,) = split_specs("samples:path=/a,b/c:d.jsonl")
     assert odd.options == {"path": "/a,b/c:d.jsonl"}
     assert split_specs("multihop")[0].load(4, questions_per_context=4) == multihop(4, questions_per_context=4)
+    # a task that cannot have as many questions on its documents has as many as it can, unless its options ask for them
+    assert split_specs("niah")[0].load(3, questions_per_context=6) == niah(3)
+    assert split_specs("biography:documents=2")[0].load(30, questions_per_context=40) == biography(
+        30, documents=2, questions_per_context=12
+    )
+    with pytest.raises(ValueError, match="niah:questions_per_context=2: questions_per_context: got 2"):
+        split_specs("niah:questions_per_context=2")[0].load(3)
     assert split_specs("niah")[0].answer_tokens < split_specs("hotpotqa:path=x:steps=true")[0].answer_tokens
 
 
@@ -196,8 +203,39 @@ def test_wrong_specs(text, words):
 
 
 def test_an_option_of_the_wrong_kind_is_a_sentence():
-    with pytest.raises(ValueError, match=r"biography:documents=few: documents: got .*few"):
-        TaskSpec.parse("biography:documents=few").load(1)
+    for text, words in (
+        ("biography:documents=few", "documents is two numbers as 2-7 or a whole number"),
+        ("biography:documents=true", "documents is two numbers"),
+        ("biography:facts=a", "facts is a whole number"),
+        ("biography:shuffle=abc", "shuffle is the seed"),
+        ("multihop:steps=no", "steps is true or false"),
+        ("multihop:relations=5", r"relations is names as a\+b"),
+        ("niah:depth=abc", "depth is a number"),
+        ("niah:depth=", "depth is a number"),
+        ("niah:chunks=1e9", "chunks is two numbers"),
+        ("niah:digits=3.5", "digits is a whole number"),
+        ("samples", "samples needs path: write samples:path=..."),
+    ):
+        with pytest.raises(ValueError, match=f"^tasks: {text}.*{words}|^tasks: {words}"):
+            TaskSpec.parse(text)
+    assert TaskSpec.parse("niah:depth=1:chunks=2-3").load(1) and TaskSpec.parse("multihop:relations=town").load(1)
+
+
+def test_a_needle_at_a_depth_is_one_to_ask_for():
+    asked = TaskSpec.parse("niah-multikey:depth=0.5:chunks=5").load(40, questions_per_context=4)
+    assert len({sample.documents for sample in asked}) == 40
+
+
+def test_more_of_a_file_begin_with_the_same_ones(tmp_path):
+    file = tmp_path / "many.json"
+    entry = {"question": "Who?", "answer": "Bo", "context": [["A", ["Bo."]]], "supporting_facts": [["A", 0]]}
+    file.write_text(json.dumps([{**entry, "_id": str(number)} for number in range(300)]))
+    few, more = hotpotqa(10, path=str(file)), hotpotqa(100, path=str(file))
+    assert more[:10] == few and len({sample.id for sample in more}) == 100
+    for broken in ([[]], [1], "abc"):
+        file.write_text(json.dumps([{**entry, "supporting_facts": broken}]))
+        with pytest.raises(ValueError, match=r"many.json, entry 1: supporting_facts: expected pairs"):
+            hotpotqa(1, path=str(file))
 
 
 def test_shuffle_moves_documents_and_gold_together():

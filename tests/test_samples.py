@@ -8,7 +8,7 @@ import random
 
 import pytest
 from kvspeed import Sample, read_samples, write_samples
-from kvspeed.samples import check_samples, document_text
+from kvspeed.samples import check_samples, distinct, document_text
 
 GOOD = {"id": "a", "documents": ["One.", "Two."], "question": "Which?", "answers": ["two"]}
 
@@ -149,3 +149,23 @@ def test_a_refused_list_leaves_the_file_alone(tmp_path):
     with pytest.raises(ValueError):
         write_samples(path, [made(), made()])
     assert path.read_bytes() == before and len(list(tmp_path.iterdir())) == 1
+
+
+def test_what_no_file_can_hold_is_refused(tmp_path):
+    path = tmp_path / "q.jsonl"
+    path.write_text(json.dumps({**GOOD, "question": "half \ud800 a pair"}) + "\n")
+    with pytest.raises(ValueError, match="line 1: question: character 5 is half of a surrogate pair"):
+        read_samples(path)
+    path.write_text(json.dumps(GOOD) + "\n" + "[" * 100_000 + "\n")
+    with pytest.raises(ValueError, match="line 2: is nested too deeply"):
+        read_samples(path)
+    path.write_bytes(json.dumps(GOOD).encode() + b"\n\n{\xff}\n")
+    with pytest.raises(ValueError, match="line 3: is not UTF-8"):
+        read_samples(path)
+
+
+def test_ids_of_several_files_are_told_apart():
+    one, two = Sample("a", ("x",), "q", ("y",)), Sample("b", ("x",), "q", ("y",))
+    again = distinct([one, two, one, one], others=[two])
+    assert [sample.id for sample in again] == ["a", "b#2", "a#2", "a#3"]
+    assert again[0] is one and again[2].question == "q"

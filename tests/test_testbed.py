@@ -13,7 +13,7 @@ from kvspeed.packet.tensorfile import TensorFileError
 from kvspeed.packet.train.contexts import contexts_of
 from kvspeed.packet.train.student import context_kv
 from kvspeed.packet.train.teacher import greedy_answers
-from kvspeed.testbed.lora import attach_lora, lora_tensors, merge_lora, read_lora, write_lora
+from kvspeed.testbed.lora import attach_lora, lora_tensors, merge_lora, read_lora, set_lora, write_lora
 from tiny_models import random_ids, tiny_model
 
 
@@ -37,6 +37,15 @@ def test_merged_is_what_was_trained(architecture):
         assert (wanted - tiny_model(architecture)(ids).logits).abs().max() > 0.1
     names = {name.rsplit(".", 1)[0] for name in lora_tensors(model)}
     assert len(names) == 6 * 7  # every linear layer of six decoder layers, the head not
+
+
+def test_training_goes_on_from_an_update():
+    model, ids = trained_lora(), random_ids(12)
+    other = tiny_model("llama")
+    attach_lora(other, 4, alpha=2.0, seed=3)  # another scale: B holds it
+    set_lora(other, lora_tensors(model))
+    with torch.no_grad():
+        torch.testing.assert_close(other(ids).logits, model(ids).logits, atol=1e-4, rtol=1e-4)
 
 
 def test_an_untrained_update_changes_nothing():

@@ -140,7 +140,7 @@ def test_goes_on_after_an_interruption(tmp_path, at, how):
 
 def test_a_finished_run_is_not_run_again(tmp_path):
     model, tokenizer = asked_model()
-    samples, first, second = random_samples(8), soft(model), soft(model, seed=5)
+    samples, first, second = random_samples(8), soft(model), soft(model)
     report = train(model, tokenizer, samples, first, steps=3, folder=tmp_path)
     seen = []
     again = train(
@@ -148,6 +148,25 @@ def test_a_finished_run_is_not_run_again(tmp_path):
     )
     assert equal(parts(first), parts(second)) and again.records == report.records
     assert "train" not in seen and "dev" not in seen
+    train(model, tokenizer, samples, first, steps=3, folder=tmp_path)  # trained in place: it may go on from itself
+    with pytest.raises(ValueError, match="of a run with another adapter to begin with"):
+        train(model, tokenizer, samples, soft(model, seed=5), steps=3, folder=tmp_path)
+
+
+def test_another_models_run_is_refused(tmp_path):
+    model, tokenizer = asked_model()
+    samples = random_samples(8)
+    train(model, tokenizer, samples, soft(model), steps=3, folder=tmp_path)
+    other, _ = asked_model()
+    with torch.no_grad():
+        other.get_input_embeddings().weight[3, 1] += 0.5
+    begun = soft(other)
+    before = parts(begun)
+    with pytest.raises(ValueError, match=r"of a run with another model .*resume=False"):
+        train(other, tokenizer, samples, begun, steps=3, folder=tmp_path)
+    assert equal(parts(begun), before)
+    with pytest.raises(ValueError, match="of a run with another model"):
+        train(model.bfloat16(), tokenizer, samples, soft(model).float(), steps=3, folder=tmp_path)
 
 
 @pytest.mark.parametrize(

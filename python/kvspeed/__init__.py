@@ -35,7 +35,7 @@ _EXPORTS = {
     "write_samples": "kvspeed.samples",
 }
 
-_MODULES = ("graph", "ops", "speed")
+_MODULES = ("eval", "graph", "ops", "packet", "speed", "testbed")
 
 __all__ = ["__version__", *_MODULES, *_EXPORTS]
 
@@ -50,4 +50,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(__all__))
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

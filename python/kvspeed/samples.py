@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,10 @@ __all__ = [
     "SEPARATOR",
     "Sample",
     "check_samples",
+    "distinct",
     "document_text",
     "read_samples",
+    "read_text",
     "write_samples",
 ]
 
@@ -89,6 +91,7 @@ class Sample:
         for name in ("id", "question", "task", "reasoning"):
             if not isinstance(getattr(self, name), str):
                 raise TypeError(f"{name}: expected a string, got {type(getattr(self, name)).__name__}")
+            _check_text(name, getattr(self, name))
         for name in ("documents", "answers", "gold", "checks"):
             object.__setattr__(self, name, _sequence(name, getattr(self, name)))
         if not self.id.strip():
@@ -102,6 +105,7 @@ class Sample:
                     raise TypeError(f"{name}[{number}]: expected a string, got {type(text).__name__}")
                 if not text.strip():
                     raise ValueError(f"{name}[{number}]: is empty; leave it out or give it words")
+                _check_text(f"{name}[{number}]", text)
         if not self.question.strip():
             raise ValueError("question: is empty; ask something")
         for number, check in enumerate(self.checks):
@@ -144,6 +148,18 @@ def check_samples(samples: Iterable[Sample]) -> list[Sample]:
     return found
 
 
+def distinct(samples: Iterable[Sample], others: Iterable[Sample] = ()) -> list[Sample]:
+    """The samples; one that has the id of an earlier one (of another file) gets a number behind it."""
+    seen, found = {sample.id for sample in others}, []
+    for sample in samples:
+        name, number = sample.id, 2
+        while name in seen:
+            name, number = f"{sample.id}#{number}", number + 1
+        seen.add(name)
+        found.append(sample if name == sample.id else replace(sample, id=name))
+    return found
+
+
 def read_samples(path: str | os.PathLike[str]) -> list[Sample]:
     """The samples of a JSON Lines file, empty lines skipped.
 
@@ -154,7 +170,7 @@ def read_samples(path: str | os.PathLike[str]) -> list[Sample]:
     path = Path(path)
     samples: list[Sample] = []
     first: dict[str, int] = {}
-    for number, line in enumerate(_lines(path), 1):
+    for number, line in enumerate(read_text(path, "JSON Lines are expected").split("\n"), 1):
         if not line.strip():
             continue
         where = f"{path}, line {number}"
@@ -162,6 +178,8 @@ def read_samples(path: str | os.PathLike[str]) -> list[Sample]:
             sample = _sample(json.loads(line), f"{path.stem}-{number}")
         except json.JSONDecodeError as error:
             raise ValueError(f"{where}: is no JSON ({error.msg} at character {error.pos + 1})") from None
+        except RecursionError:
+            raise ValueError(f"{where}: is nested too deeply to be a sample") from None
         except (ValueError, TypeError) as error:
             raise ValueError(f"{where}: {error}") from None
         if sample.id in first:
@@ -185,11 +203,19 @@ def write_samples(path: str | os.PathLike[str], samples: Iterable[Sample]) -> No
         part.write_text(text, encoding="utf-8", newline="\n")
 
 
-def _lines(path: Path) -> list[str]:
+def read_text(path: Path, expected: str) -> str:
+    """A file as UTF-8, a byte order mark left out.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is other text; the message names the line, and what is `expected`.
+    """
+    data = path.read_bytes()
     try:
-        return path.read_text(encoding="utf-8-sig").split("\n")
+        return data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: is not UTF-8 text (byte {error.start}); JSON Lines are expected") from None
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ValueError(f"{path}, line {line}: is not UTF-8 text (byte {error.start}); {expected}") from None
 
 
 def _sample(entry: Any, default_id: str) -> Sample:
@@ -216,6 +242,15 @@ def _sample(entry: Any, default_id: str) -> Sample:
         reasoning=entry.get("reasoning", ""),
         checks=entry.get("checks", ()),
     )
+
+
+def _check_text(name: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name}: character {error.start} is half of a surrogate pair; give whole characters"
+        ) from None
 
 
 def _sequence(name: str, value: Any) -> tuple[Any, ...]:

@@ -38,6 +38,9 @@ def ask(
         list[str] | None,
         typer.Option("--id", help="Of a store: this packet (the first digits do); may be repeated. Default: all."),
     ] = None,
+    recipe: Annotated[
+        str | None, typer.Option("--recipe", help="Of a store: the packets made this way (see kvspeed store ls).")
+    ] = None,
     model: ModelName = None,
     k: Annotated[
         int | None,
@@ -66,9 +69,11 @@ def ask(
     if mode not in ("view", "copy"):
         raise Fault(f"--mode: got {mode!r}, choose view or copy")
     if is_store(packets):
-        files, loaded = stored_packets(packets, ids or [])
-    elif ids:
-        raise Fault(f"--id: names packets of a store, and {packets} is none; leave it out to use all of its packets")
+        files, loaded = stored_packets(packets, ids or [], recipe)
+    elif ids or recipe is not None:
+        raise Fault(
+            f"--id, --recipe: name packets of a store, and {packets} is none; leave it out to use all of its packets"
+        )
     else:
         files = packet_files(Path(packets))
         loaded = _load(files)

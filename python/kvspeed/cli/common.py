@@ -18,18 +18,23 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from kvspeed.packet import PacketAdapter
+
 __all__ = [
+    "Adapter",
     "DType",
     "Debug",
     "Device",
     "Fault",
     "MaxNewTokens",
     "ModelName",
+    "check_adapter_file",
     "check_depth",
     "counted",
     "guarded",
     "load_model",
     "progress",
+    "soft_tokens",
     "stderr",
     "stdout",
 ]
@@ -51,6 +56,14 @@ DType = Annotated[
     typer.Option(
         "--dtype",
         help="float32, bfloat16 or float16. Default: float32 for SmolLM2, else the checkpoint's.",
+        show_default=False,
+    ),
+]
+Adapter = Annotated[
+    Path | None,
+    typer.Option(
+        "--adapter",
+        help="Trained soft tokens (kvspeed train-adapter), or none. Default: none; for the testbed its own.",
         show_default=False,
     ),
 ]
@@ -201,6 +214,33 @@ def _load_model(name: str | None, dtype: str | None) -> tuple[Any, Any, str]:
     except Exception as error:
         raise Fault(f"--model: {name} could not be loaded ({_first_sentence(error)})") from error
     return model.eval(), tokenizer, Path(name).name
+
+
+def soft_tokens(file: Path | None, model: str | None, network: Any) -> PacketAdapter | None:
+    """The adapter of `--adapter` for the loaded `network`; without one, that of the testbed where `model` is it.
+
+    Raises:
+        Fault: there is no such file.
+        ValueError: it is no adapter, or another model's.
+    """
+    from kvspeed.packet import PacketAdapter
+
+    if file is None:
+        if model != "testbed" or Path(model).exists():
+            return None
+        from kvspeed.testbed import testbed_folder
+
+        file = testbed_folder() / "adapter.safetensors"
+    elif str(file) == "none" and not file.exists():
+        return None
+    check_adapter_file(file)
+    return PacketAdapter.load(file, network)
+
+
+def check_adapter_file(file: Path | None) -> None:
+    """Refuses, before a model is read, an adapter that is not there."""
+    if file is not None and str(file) != "none" and not file.is_file():
+        raise Fault(f"--adapter: {file} is not a file; give what kvspeed train-adapter or PacketAdapter.save wrote")
 
 
 def check_depth(k: int | None, model: Any) -> None:

@@ -15,18 +15,20 @@ from kvspeed.cli.common import (
     DType,
     Fault,
     MaxNewTokens,
+    check_adapter_file,
     check_depth,
     counted,
     guarded,
     load_model,
     progress,
+    soft_tokens,
+    stderr,
     stdout,
 )
 
 if TYPE_CHECKING:
     from kvspeed.data import Document, Question
     from kvspeed.eval.compare import Comparison, MethodResult
-    from kvspeed.packet import PacketAdapter
 
 TRAINED = (
     "The packet adapter (8 + 8 soft tokens) was trained for this model; the SPEED weights (the model's own) are not: "
@@ -73,8 +75,7 @@ def demo(
 
     if adapter is not None and model is None:
         raise Fault("--adapter: the testbed has its own; give --model with it")
-    if adapter is not None and not adapter.is_file():
-        raise Fault(f"--adapter: {adapter} is not a file; give what PacketAdapter.save wrote")
+    check_adapter_file(adapter)
     documents, asked = _invented() if model in (None, "testbed") else (data.documents(), data.questions())
     if questions > len(asked):
         raise Fault(f"--questions: {questions} asked for, {len(asked)} ship with kvspeed")
@@ -83,8 +84,12 @@ def demo(
     check_depth(k, network)
     layers = network.config.num_hidden_layers
     depth = k if k is not None else max(1, round(0.8 * layers))
-    soft = _trained(network, model, adapter)
+    soft = soft_tokens(adapter, model or "testbed", network)
     comparison = Comparison(network, tokenizer, documents, k=depth, adapter=soft, max_new_tokens=max_new_tokens)
+    if not stderr().is_terminal:  # no bar then, and it takes a minute
+        stderr().print(
+            f"{name}: {counted(len(documents), 'document')} to pack, {counted(questions, 'question')} to ask"
+        )
     with progress("packing documents", 3 * len(documents)) as advance:
         comparison.pack(advance)
     with progress("asking", len(METHODS) * len(asked)) as advance:
@@ -104,17 +109,6 @@ def _invented() -> tuple[list[Document], list[Question]]:
     samples = biography(10, seed=7, split="test", documents=_PEOPLE, questions_per_context=10)
     documents = [Document(" ".join(text.split()[:2]), text) for text in samples[0].documents]
     return documents, [Question(documents[one.gold[0]].name, one.question, one.answers) for one in samples]
-
-
-def _trained(network: Any, model: str | None, adapter: Path | None) -> PacketAdapter | None:
-    """The testbed's adapter or the one that was given."""
-    from kvspeed.packet import PacketAdapter
-
-    if adapter is None and model in (None, "testbed"):
-        from kvspeed.testbed import testbed_folder
-
-        adapter = testbed_folder() / "adapter.safetensors"
-    return PacketAdapter.load(adapter, network) if adapter is not None else None
 
 
 def _report(

@@ -146,15 +146,17 @@ def write(
 ) -> None:
     """Write a task's questions to a file, for kvspeed train-adapter or to look at."""
     from kvspeed.eval.tasks import split_specs
-    from kvspeed.samples import write_samples
+    from kvspeed.samples import distinct, write_samples
 
     made = [
         sample
         for spec in split_specs(tasks)
         for sample in spec.load(count, seed=seed, split=split, questions_per_context=questions_per_context)
     ]
-    write_samples(file, made)
-    _say(file)
+    if not file.absolute().parent.is_dir():
+        raise Fault(f"{file}: there is no folder {file.parent}; make it first")
+    write_samples(file, distinct(made))
+    stderr().print(f"wrote {file}, {counted(len(made), 'question')}", markup=False, soft_wrap=True)
 
 
 @app.command()
@@ -354,8 +356,9 @@ def list_names(known: dict[str, Any]) -> None:
 
     print("tasks: " + ", ".join(TASKS))
     for name, make in known.items():
-        lines = (make.__doc__ or "").strip().splitlines()
-        print(f"{name:16} {lines[0] if lines else ''}".rstrip())
+        lines = (getattr(make, "func", make).__doc__ or "").strip().splitlines()
+        print(f"{name:24} {lines[0] if lines else ''}".rstrip())
+    print("<n> is a percentage, and a number of tokens for epic")
 
 
 def _print(found: dict[str, Any]) -> None:

@@ -8,7 +8,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvspeed.cli.common import Debug, DType, Fault, ModelName, check_depth, guarded, load_model, progress, stdout
+from kvspeed.cli.common import (
+    Adapter,
+    Debug,
+    DType,
+    Fault,
+    ModelName,
+    check_adapter_file,
+    check_depth,
+    guarded,
+    load_model,
+    progress,
+    soft_tokens,
+    stdout,
+)
 from kvspeed.cli.texts import TextFile, read_texts
 
 if TYPE_CHECKING:
@@ -25,7 +38,7 @@ def pack(
         int | None,
         typer.Option("--k", help="Layers to compute and store (SPEED); the model is then asked at the same k."),
     ] = None,
-    adapter: Annotated[Path | None, typer.Option("--adapter", help="Trained soft tokens (PacketAdapter.save).")] = None,
+    adapter: Adapter = None,
     press: Annotated[
         str | None,
         typer.Option(
@@ -44,9 +57,10 @@ def pack(
     texts = read_texts(files)
     if out.exists() and not out.is_dir():
         raise Fault(f"--out: {out} is a file; give a folder")
+    check_adapter_file(adapter)
     network, tokenizer, name = load_model(model, dtype)
     check_depth(k, network)
-    job = _Job(network, tokenizer, k, adapter, chosen)
+    job = _Job(network, tokenizer, k, soft_tokens(adapter, model, network), chosen)
     for text in texts:
         job.check(text)
     out.mkdir(parents=True, exist_ok=True)
@@ -81,18 +95,12 @@ class _Job:
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, k: int | None, adapter: Path | None, press: Press | None = None
+        self, model: Any, tokenizer: Any, k: int | None, adapter: PacketAdapter | None, press: Press | None = None
     ) -> None:
         from kvspeed import patch_model
-        from kvspeed.packet import PacketAdapter
 
         patch_model(model, k)
-        self.model, self.tokenizer, self.press = model, tokenizer, press
-        self.adapter: PacketAdapter | None = None
-        if adapter is not None:
-            if not adapter.is_file():
-                raise Fault(f"--adapter: {adapter} is not a file; give what PacketAdapter.save wrote")
-            self.adapter = PacketAdapter.load(adapter, model)
+        self.model, self.tokenizer, self.press, self.adapter = model, tokenizer, press, adapter
 
     def check(self, text: TextFile) -> None:
         """Refuses a text that is longer than the model."""

@@ -14,15 +14,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvspeed.cli.common import (
+    Adapter,
     Debug,
     DType,
     Fault,
     ModelName,
+    check_adapter_file,
     check_depth,
     counted,
     guarded,
     load_model,
     progress,
+    soft_tokens,
     stderr,
     stdout,
 )
@@ -32,6 +35,7 @@ from kvspeed.cli.texts import read_texts
 if TYPE_CHECKING:
     from kvspeed.packet.store import PacketStore
     from kvspeed.packet.store.backend import Entry
+    from kvspeed.packet.store.reports import StoreCheck
 
 __all__ = ["app"]
 
@@ -45,9 +49,11 @@ app = typer.Typer(
 Place = Annotated[str, typer.Argument(metavar="STORE", help="A folder, or a URL such as s3://bucket/folder.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Depth = Annotated[int | None, typer.Option("--k", help="Layers to compute and store (SPEED).")]
-Adapter = Annotated[Path | None, typer.Option("--adapter", help="Trained soft tokens (PacketAdapter.save).")]
 PressName = Annotated[
-    str | None, typer.Option("--press", help="Remove tokens: random-30, tova-30, cur-30, leverage-30 (per cent).")
+    str | None,
+    typer.Option(
+        "--press", help="Remove tokens: random-30, tova-30, cur-30, leverage-30 (per cent); -whole: soft ones too."
+    ),
 ]
 Storage = Annotated[
     str | None, typer.Option("--storage", help="Keep numbers as bf16, f16, int8 or fp8. Default: as computed.")
@@ -179,8 +185,7 @@ def verify(
     else:
         for problem in check.problems:
             stdout().print(f"{problem.done}  {problem.id}  {problem.reason}", soft_wrap=True, markup=False)
-        damaged = f"{counted(len(check.problems), 'packet')} damaged" if check.problems else "all whole"
-        stdout().print(f"{counted(check.packets, 'packet')}, {_size(check.bytes)}: {damaged}")
+        stdout().print(f"{counted(check.packets, 'packet')}, {_size(check.bytes)}: {_verdict(check)}")
     if not check.ok:
         raise typer.Exit(1)
 
@@ -247,7 +252,6 @@ def _open_with_model(
 ) -> tuple[PacketStore, Callable[[str], str]]:
     """The store, with the model that makes its packets; and what makes a document of a text."""
     from kvspeed import patch_model
-    from kvspeed.packet import PacketAdapter
     from kvspeed.packet.press import press_from_name
     from kvspeed.packet.quantise import storage_dtype
     from kvspeed.packet.store import PacketStore
@@ -258,11 +262,10 @@ def _open_with_model(
         storage_dtype(storage)
     except ValueError as error:
         raise Fault(f"--storage: {str(error).removeprefix('dtype: ')}") from error
-    if adapter is not None and not adapter.is_file():
-        raise Fault(f"--adapter: {adapter} is not a file; give what PacketAdapter.save wrote")
+    check_adapter_file(adapter)
     network, tokenizer, _ = load_model(model, dtype)
     check_depth(k, network)
-    soft = PacketAdapter.load(adapter, network) if adapter is not None else None
+    soft = soft_tokens(adapter, model, network)
     patch_model(network, k)
     options: dict[str, Any] = {"adapter": soft, "press": chosen, "dtype": storage, "disk_limit": disk_limit}
     return PacketStore(place, model=network, tokenizer=tokenizer, **options), document_text
@@ -281,6 +284,12 @@ def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
             last = done
 
         yield report
+
+
+def _verdict(check: StoreCheck) -> str:
+    """How a store stands after it was checked: "1 packet rebuilt", "all whole"."""
+    done = [problem.done.replace("found", "damaged") for problem in check.problems]
+    return ", ".join(f"{counted(done.count(what), 'packet')} {what}" for what in sorted(set(done))) or "all whole"
 
 
 def _row(opened: PacketStore, entry: Entry) -> dict[str, Any]:

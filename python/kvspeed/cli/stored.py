@@ -50,27 +50,36 @@ def chosen_entries(opened: PacketStore, ids: list[str], recipe: str | None = Non
     return list(found.values())
 
 
-def stored_packets(place: str, ids: list[str]) -> tuple[list[Path], list[Packet]]:
-    """Names for messages and packets: those of `ids`, in that order; all of them by id where `ids` is empty.
+def stored_packets(place: str, ids: list[str], recipe: str | None) -> tuple[list[Path], list[Packet]]:
+    """Names for messages and packets: those of `ids` and `recipe`, in that order; where neither is given, all by id.
 
     Raises:
         Fault: there is no store, no such packet, or `ids` is empty and the packets were made in different ways.
     """
-    from kvspeed.packet.store import PacketStore
+    from kvspeed.packet.store import DamagedPacketError, PacketStore
 
     opened = PacketStore(place, memory_limit=0)
-    entries = chosen_entries(opened, ids) if ids else sorted(opened.entries(), key=lambda entry: entry.id)
+    entries = (
+        chosen_entries(opened, ids, recipe)
+        if ids or recipe is not None
+        else sorted(opened.entries(), key=lambda entry: entry.id)
+    )
     if not entries:
         raise Fault(f"--packets: {place} holds no packets; make some with kvspeed store add {place} FILES")
     ways = {entry.folder for entry in entries}
     if len(ways) > 1:
         raise Fault(
             f"--packets: these packets of {place} were made in {len(ways)} ways (see kvspeed store ls), which do not "
-            "go together: name those of one with --id"
+            "go together: name one way with --recipe, or its packets with --id"
         )
     packets = []
     with progress("reading packets", len(entries)) as advance:
         for entry in entries:
-            packets.append(opened[entry.id])
+            try:
+                packets.append(opened[entry.id])
+            except DamagedPacketError as error:
+                raise Fault(
+                    f"{error}; kvspeed store verify {place} --rebuild does it, with --model, --adapter, ..."
+                ) from error
             advance(entry.id[:8])
     return [Path(entry.id) for entry in entries], packets

@@ -68,8 +68,12 @@ def train_adapter(
             "before the documents, the trailer random.",
         ),
     ] = "random",
-    header: Annotated[int, typer.Option("--header", min=0, help="Soft tokens before a document.")] = 8,
-    trailer: Annotated[int, typer.Option("--trailer", min=0, help="Soft tokens after it.")] = 8,
+    header: Annotated[
+        int | None, typer.Option("--header", min=0, help="Soft tokens before a document. Default: 8, or --adapter's.")
+    ] = None,
+    trailer: Annotated[
+        int | None, typer.Option("--trailer", min=0, help="Soft tokens after it. Default: 8, or --adapter's.")
+    ] = None,
     loss: Annotated[str, typer.Option("--loss", help="kl or ce.")] = "kl",
     lr: Annotated[float, typer.Option("--lr", help="Highest learning rate; 5e-4 suits models of 4B to 8B.")] = 5e-3,
     batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Samples a step.")] = 16,
@@ -98,10 +102,11 @@ def train_adapter(
     """Train packet adapters: soft tokens that make packets answer as the model does with all documents before it.
 
     The model's own answers are computed once and kept in --out; an interrupted run goes on where it was. On several
-    processes: accelerate launch --num_processes 2 -m kvspeed train-adapter ...
+    processes: accelerate launch --num_processes 2 -m kvspeed train-adapter ... (on CPUs: torchrun --nproc_per_node 2)
     """
     from kvspeed import train_adapter as train
     from kvspeed.packet.train.initial import begin_with_preamble
+    from kvspeed.samples import distinct
 
     if loss not in ("kl", "ce"):
         raise Fault(f"--loss: got {loss!r}, choose kl or ce")
@@ -110,13 +115,16 @@ def train_adapter(
     if out.exists() and not out.is_dir():
         raise Fault(f"--out: {out} is a file; give a folder")
     given = _samples(samples or [], tasks, contexts, seed)
-    held: Any = _read(dev_samples, "--dev-samples") if dev_samples is not None else dev
+    held: Any = dev if dev_samples is None else distinct(_read(dev_samples, "--dev-samples"), given)
     network, tokenizer, name = load_model(model, dtype, device)
     check_depth(k, network)
     soft = _adapter(network, adapter, header, trailer, seed)
     if init == "preamble" and adapter is None:
         begin_with_preamble(soft, network, tokenizer)
-    with bars() as progress:
+    begun = (out / "checkpoint.safetensors").is_file()
+    if begun and resume:
+        stderr().print(f"going on from {out / 'checkpoint.safetensors'} (--no-resume starts anew)", soft_wrap=True)
+    with _advice(out), bars() as progress:
         report = train(
             network,
             tokenizer,
@@ -147,10 +155,12 @@ def train_adapter(
 
 def _samples(files: list[Path], tasks: str | None, contexts: int, seed: int) -> list[Sample]:
     """The samples of all files, then the generated ones, tasks taking turns."""
+    from kvspeed.samples import distinct
+
     if not files and not tasks:
         raise Fault("--samples: no samples; name a file of JSON Lines, or generated tasks with --tasks")
     found = [sample for file in files for sample in _read(file, "--samples")]
-    return found + (generated(tasks, contexts, seed) if tasks else [])
+    return distinct(found + (generated(tasks, contexts, seed) if tasks else []))
 
 
 def generated(tasks: str, contexts: int, seed: int, split: str = "train") -> list[Sample]:
@@ -198,14 +208,32 @@ def _read(file: Path, option: str) -> list[Sample]:
     return read_samples(file)
 
 
-def _adapter(network: Any, file: Path | None, header: int, trailer: int, seed: int) -> PacketAdapter:
+def _adapter(network: Any, file: Path | None, header: int | None, trailer: int | None, seed: int) -> PacketAdapter:
     from kvspeed.packet import PacketAdapter
 
     if file is None:
-        return PacketAdapter.for_model(network, header, trailer, seed=seed)
+        numbers = (8 if number is None else number for number in (header, trailer))
+        return PacketAdapter.for_model(network, *numbers, seed=seed)
     if not file.is_file():
         raise Fault(f"--adapter: {file} is not a file; give what PacketAdapter.save wrote")
-    return PacketAdapter.load(file, network)
+    given = PacketAdapter.load(file, network)
+    for option, asked, there in (("--header", header, given.header), ("--trailer", trailer, given.trailer)):
+        if asked is not None and asked != there.shape[0]:
+            raise Fault(f"{option}: asks for {asked} soft tokens, {file} has {there.shape[0]}; leave {option} out")
+    return given
+
+
+@contextmanager
+def _advice(out: Path) -> Iterator[None]:
+    """Says what an interruption left, and gives advice in the words of the command line."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if (out / "checkpoint.safetensors").is_file():
+            stderr().print(f"kept in {out}; the same command goes on from there", soft_wrap=True, markup=False)
+        raise
+    except ValueError as error:
+        raise Fault(str(error).replace("resume=False", "--no-resume")) from error
 
 
 @contextmanager

@@ -80,22 +80,22 @@ class Journal:
         if len(lines) == 1:
             return  # not even the header is whole
         for number, line in enumerate(lines, 1):
-            if not line.strip():
+            if number > 1 and not line.strip():
                 continue
             try:
                 entry = json.loads(line)
-                if number > 1:
-                    self._key(entry)
-            except (json.JSONDecodeError, KeyError, TypeError):
-                if number == len(lines) or line.startswith("{"):
+            except (json.JSONDecodeError, RecursionError):
+                if number > 1 and (number == len(lines) or line.startswith("{")):
                     continue  # cut off in the middle; that question is asked again
-                raise ValueError(
-                    f"{self.path}, line {number}: is no record of an evaluation; move the file away or name another"
-                ) from None
+                entry = None
             if number == 1:
                 self._check(entry)
-            else:
+            elif _is_record(entry):
                 yield entry
+            else:
+                raise ValueError(
+                    f"{self.path}, line {number}: is no record of an evaluation; move the file away or name another"
+                )
 
     def _check(self, entry: Any) -> None:
         found = entry.get("header") if isinstance(entry, dict) else None
@@ -107,6 +107,14 @@ class Journal:
                     f"{self.path} belongs to another run: its {name} is {found.get(name)!r:.120}, and now it is "
                     f"{self.header.get(name)!r:.120}; name another file, or start anew with --restart"
                 )
+
+
+def _is_record(entry: Any) -> bool:
+    """Whether a line has what a report asks of it."""
+    if not isinstance(entry, dict) or not all(isinstance(entry.get(name, []), (str, int, type(None))) for name in _KEY):
+        return False
+    scores = [entry.get(name) for name in ("f1", "em")]
+    return all(isinstance(score, (int, float)) and 0 <= score <= 1 for score in scores)
 
 
 @contextmanager

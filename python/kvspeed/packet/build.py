@@ -24,7 +24,7 @@ from kvspeed.patch import state_of
 from kvspeed.rope import RopeSpec
 from kvspeed.speed.prefill import prompt_kv
 
-__all__ = ["build_packet", "build_preamble", "build_single"]
+__all__ = ["build_packet", "build_preamble", "build_single", "stored_depth"]
 
 
 def build_packet(
@@ -62,7 +62,7 @@ def build_packet(
     _check_text("text", text)
     if adapter is not None and not isinstance(adapter, PacketAdapter):
         raise TypeError(f"adapter: expected a PacketAdapter or None, got {type(adapter).__name__}")
-    depth = _depth(model, k)
+    depth = stored_depth(model, k)
     if adapter is not None:
         adapter.check_model(model)
     ids = encode(tokenizer, text, "text")
@@ -101,7 +101,7 @@ def build_preamble(
     Raises:
         TypeError, ValueError: as for `build_packet`; and where there is neither template, BoS nor text.
     """
-    depth = _depth(model, k)
+    depth = stored_depth(model, k)
     if text_or_ids is None or isinstance(text_or_ids, str):
         head, _ = chat_parts(tokenizer, chat_template_kwargs)
         text = head + (text_or_ids or "")
@@ -150,7 +150,7 @@ def build_single(
         raise TypeError(f"preamble: expected a Packet or None, got {type(preamble).__name__}")
     for index, text in enumerate(texts):
         _check_text(f"texts[{index}]", text)
-    depth = _depth(model, k)
+    depth = stored_depth(model, k)
     head = preamble.token_ids if preamble is not None else ()
     parts = [encode(tokenizer, text, f"texts[{index}]") for index, text in enumerate(texts)]
     ids = head + tuple(token for part in parts for token in part)
@@ -243,7 +243,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _depth(model: nn.Module, k: int | None) -> int | None:
+def stored_depth(model: nn.Module, k: int | None) -> int | None:
     """The number of layers to store, None for all."""
     architecture(model)
     layers = len(base_model(model).layers)  # type: ignore[arg-type]

@@ -19,7 +19,16 @@ from torch import nn
 from kvspeed.models import base_model
 from kvspeed.packet.tensorfile import read_tensor_file, write_tensor_file
 
-__all__ = ["LoraLinear", "attach_lora", "lora_tensors", "merge_lora", "peft_tensors", "read_lora", "write_lora"]
+__all__ = [
+    "LoraLinear",
+    "attach_lora",
+    "lora_tensors",
+    "merge_lora",
+    "peft_tensors",
+    "read_lora",
+    "set_lora",
+    "write_lora",
+]
 
 FORMAT = "kvspeed.lora"
 VERSION = 1
@@ -114,6 +123,15 @@ def peft_tensors(folder: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
         layer = layer[layer.index("layers.") :]
         found[f"{layer}.{part[0].lower()}"] = tensor * scale if part.startswith("B") else tensor
     return found
+
+
+@torch.no_grad()
+def set_lora(model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    """Make an attached update of the same rank equal to `tensors`, as `lora_tensors` gives them."""
+    for name, module in base_model(model).named_modules():
+        if isinstance(module, LoraLinear):
+            module.a.copy_(tensors[f"{name}.a"])
+            module.b.copy_(tensors[f"{name}.b"] / module.scale)
 
 
 def write_lora(path: str | os.PathLike[str], tensors: dict[str, torch.Tensor], notes: dict[str, Any]) -> None:

@@ -68,8 +68,10 @@ def compressed_methods() -> dict[str, Callable[..., Method]]:
 
 
 def _packets(press: type[Press], protect_soft: bool, percent: int) -> PacketMethod:
+    """Packets with n % of their tokens removed; -whole: soft tokens may go too."""
     return PacketMethod(press=press(percent / 100, protect_soft=protect_soft))
 
 
 def _single(press: type[Press], percent: int) -> SingleCache:
+    """One cache of the whole prompt with n % of the documents' tokens removed."""
     return SingleCache(press=press(percent / 100))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 
 from kvspeed.eval.methods.a3 import A3
 from kvspeed.eval.methods.answer_first import AnswerFirst
@@ -25,6 +26,32 @@ from kvspeed.eval.methods.swiftkv import SwiftKVMethod
 
 __all__ = ["METHODS", "SPEED_METHODS", "get_method"]
 
+
+def _epic_bos(tokens: int) -> Method:
+    """As epic, each document cached behind a BoS of its own."""
+    return Epic(tokens, bos=True)
+
+
+def _samkv_large() -> Method:
+    """SamKV with 64 + 128 anchors a document."""
+    return SamKV(initial=64, local=128, block=64, name="samkv-large")
+
+
+def _sink_cacheblend(percent: int) -> Method:
+    """CacheBlend on documents that have seen the preamble."""
+    return CacheBlend(percent, before="preamble")
+
+
+def _sink_epic(tokens: int) -> Method:
+    """EPIC on documents that have seen the preamble."""
+    return Epic(tokens, before="preamble")
+
+
+def _sink_a3(percent: int) -> Method:
+    """A3 on documents that have seen the preamble."""
+    return A3(percent, before="preamble")
+
+
 # Name -> how to make it. A name that ends in "<n>" stands for one of each whole number, which its maker is given.
 METHODS: dict[str, Callable[..., Method]] = {
     "full": Full,
@@ -34,14 +61,14 @@ METHODS: dict[str, Callable[..., Method]] = {
     "sink": Sink,
     "cacheblend-<n>": CacheBlend,
     "epic-<n>": Epic,
-    "epic-bos-<n>": lambda tokens: Epic(tokens, bos=True),
+    "epic-bos-<n>": _epic_bos,
     "a3-<n>": A3,
     "samkv": SamKV,
-    "samkv-large": lambda: SamKV(initial=64, local=128, block=64, name="samkv-large"),
+    "samkv-large": _samkv_large,
     "block-attention": BlockAttention,
-    "sink+cacheblend-<n>": lambda percent: CacheBlend(percent, before="preamble"),
-    "sink+epic-<n>": lambda tokens: Epic(tokens, before="preamble"),
-    "sink+a3-<n>": lambda percent: A3(percent, before="preamble"),
+    "sink+cacheblend-<n>": _sink_cacheblend,
+    "sink+epic-<n>": _sink_epic,
+    "sink+a3-<n>": _sink_a3,
     **compressed_methods(),
 }
 
@@ -82,4 +109,6 @@ def get_method(name: str, known: Mapping[str, Callable[..., Method]] = METHODS) 
             method = make(*map(int, found.groups()))
             method.name = name
             return method
-    raise ValueError(f"method: {name!r} is not known; known are {', '.join(known)} (<n>: a number)")
+    near = get_close_matches(name, known, n=1)
+    meant = f" (did you mean {near[0]}?)" if near else ""
+    raise ValueError(f"method: {name!r} is not known{meant}; known are {', '.join(known)} (<n>: a number)")

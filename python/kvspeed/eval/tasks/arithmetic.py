@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from random import Random
 
-from kvspeed.eval.tasks.biography import HINT, check_count, span
+from kvspeed.eval.tasks.biography import HINT, check_count, check_questions, span
 from kvspeed.eval.tasks.names import Names, check_split, in_split, rng_of
 from kvspeed.samples import Sample
 
@@ -46,10 +46,7 @@ def arithmetic(
     check_split(split)
     if not 20 <= largest <= 10_000:
         raise ValueError(f"largest: got {largest}, give 20 to 10000")
-    if not 1 <= questions_per_context <= 3 * least:
-        raise ValueError(
-            f"questions_per_context: got {questions_per_context}, {least} documents answer 1 to {3 * least} questions"
-        )
+    check_questions(questions_per_context, 3 * least, f"{least} documents answer")
     samples: list[Sample] = []
     for index in range(-(-check_count(count) // questions_per_context)):
         rng = rng_of("arithmetic", split, seed, index)

@@ -82,11 +82,7 @@ def biography(
     check_split(split)
     if not 1 <= facts <= len(FACTS):
         raise ValueError(f"facts: got {facts}, a person has 1 to {len(FACTS)}")
-    if not 1 <= questions_per_context <= least * facts:
-        raise ValueError(
-            f"questions_per_context: got {questions_per_context}, {least} documents of {facts} facts answer 1 to "
-            f"{least * facts}"
-        )
+    check_questions(questions_per_context, least * facts, f"{least} documents of {facts} facts answer")
     samples: list[Sample] = []
     for index in range(-(-check_count(count) // questions_per_context)):
         samples += _context(index, seed, split, least, most, facts, questions_per_context)
@@ -98,6 +94,24 @@ def check_count(count: int) -> int:
     if count < 1:
         raise ValueError(f"count: got {count}; ask for at least one sample")
     return count
+
+
+class TooManyQuestions(ValueError):
+    """A context answers at most `most` questions."""
+
+    def __init__(self, given: int, most: int, why: str) -> None:
+        super().__init__(f"questions_per_context: got {given}, {why} 1 to {most}")
+        self.most = most
+
+
+def check_questions(given: int, most: int, why: str) -> None:
+    """Refuses more questions on a context than it can answer, or none.
+
+    Raises:
+        TooManyQuestions: saying `why`.
+    """
+    if not 1 <= given <= most:
+        raise TooManyQuestions(given, most, why)
 
 
 def span(name: str, value: int | tuple[int, int]) -> tuple[int, int]:
@@ -142,7 +156,7 @@ def person(rng: Random, names: Names, facts: int) -> tuple[str, dict[str, str], 
         "born in": names.town(),
         "lives in": names.town(),
         "school": names.school(),
-        "subject": rng.choice(_SUBJECTS),
+        "subject": names.one_of(_SUBJECTS) if names.people <= len(_SUBJECTS) else rng.choice(_SUBJECTS),
         "works for": names.firm(),
     }
     # as many draws as there are facts, of which the first counts: a seed's samples are what they always were

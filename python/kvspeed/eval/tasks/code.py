@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from random import Random
 
-from kvspeed.eval.tasks.biography import check_count, span
+from kvspeed.eval.tasks.biography import check_count, check_questions, span
 from kvspeed.eval.tasks.copying import function_name, parameters
 from kvspeed.eval.tasks.names import check_split, rng_of
 from kvspeed.samples import Sample
@@ -52,10 +52,7 @@ def code(
     check_split(split)
     if most > len(_CLASSES):
         raise ValueError(f"documents: got {most}, give at most {len(_CLASSES)}")
-    if not 1 <= questions_per_context <= 4 * least:
-        raise ValueError(
-            f"questions_per_context: got {questions_per_context}, {least} files answer 1 to {4 * least} questions"
-        )
+    check_questions(questions_per_context, 4 * least, f"{least} files answer")
     samples: list[Sample] = []
     for index in range(-(-check_count(count) // questions_per_context)):
         rng = rng_of("code", split, seed, index)

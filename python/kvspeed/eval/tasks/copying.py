@@ -10,7 +10,7 @@ from __future__ import annotations
 import uuid
 from random import Random
 
-from kvspeed.eval.tasks.biography import check_count, span
+from kvspeed.eval.tasks.biography import check_count, check_questions, span
 from kvspeed.eval.tasks.names import Names, check_split, in_split, rng_of
 from kvspeed.samples import Sample
 
@@ -77,10 +77,7 @@ def copying(
         raise ValueError(f"kinds: got none, choose from {', '.join(KINDS)}")
     least, most = span("documents", documents)
     check_split(split)
-    if not 1 <= questions_per_context <= least:
-        raise ValueError(
-            f"questions_per_context: got {questions_per_context}, {least} documents answer 1 to {least} questions"
-        )
+    check_questions(questions_per_context, least, f"{least} documents answer")
     samples: list[Sample] = []
     for index in range(-(-check_count(count) // questions_per_context)):
         rng = rng_of("copying", split, seed, index)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvspeed.eval.tasks.names import check_split, rng_of
-from kvspeed.samples import Sample
+from kvspeed.samples import Sample, read_text
 
 __all__ = ["HINT", "STEPS", "drawn", "entries_of", "text_of", "texts_of"]
 
@@ -50,15 +50,14 @@ def file_entries(path: Path) -> Iterator[Place]:
         OSError: it cannot be read.
         ValueError: it is neither; the message names the line.
     """
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: is not UTF-8 text (byte {error.start}); JSON is expected") from None
+    text = read_text(path, "JSON is expected")
     if text.lstrip()[:1] == "[":
         try:
             entries = json.loads(text)
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}, line {error.lineno}: is no JSON ({error.msg})") from None
+        except RecursionError:
+            raise ValueError(f"{path}: is nested too deeply to be a dataset") from None
         places = iter([(f"{path}, entry {number}", entry) for number, entry in enumerate(entries, 1)])
     else:
         places = _lines(path, text)
@@ -75,6 +74,8 @@ def _lines(path: Path, text: str) -> Iterator[tuple[str, Any]]:
                 yield f"{path}, line {number}", json.loads(line)
             except json.JSONDecodeError as error:
                 raise ValueError(f"{path}, line {number}: is no JSON ({error.msg})") from None
+            except RecursionError:
+                raise ValueError(f"{path}, line {number}: is nested too deeply to be an entry") from None
 
 
 def hub_entries(name: str, config: str | None, split: str) -> Iterator[Place]:
@@ -103,7 +104,7 @@ def hub_entries(name: str, config: str | None, split: str) -> Iterator[Place]:
 def drawn(
     entries: Iterable[Place], make: Callable[[dict[str, Any], str], Sample | None], count: int, *key: object
 ) -> list[Sample]:
-    """`count` samples of all entries, drawn without replacement.
+    """`count` samples of all entries, drawn without replacement; more of them begin with the same ones.
 
     Args:
         entries: with the place of each.
@@ -125,7 +126,8 @@ def drawn(
             samples.append(sample)
     if not samples:
         raise ValueError("the dataset holds no questions with an answer")
-    return rng_of(*key).sample(samples, min(count, len(samples)))
+    rng_of(*key).shuffle(samples)
+    return samples[:count]
 
 
 def text_of(entry: dict[str, Any], field: str) -> str:

@@ -57,7 +57,7 @@ def _sample(entry: dict[str, Any], number: str, titles: bool, steps: bool) -> Sa
     paragraphs = _paragraphs(entry["context"])
     facts = entry.get("supporting_facts") or []
     # [[title, sentence], ...] in the files, {"title": [...], "sent_id": [...]} in the library
-    supporting = set(facts["title"]) if isinstance(facts, dict) else {fact[0] for fact in facts}
+    supporting = set(texts_of(facts["title"] if isinstance(facts, dict) else _titles(facts), "supporting_facts"))
     kept = [(title, "".join(sentences).strip()) for title, sentences in paragraphs]
     kept = [(title, text) for title, text in kept if text]
     gold = tuple(index for index, (title, _) in enumerate(kept) if title in supporting)
@@ -71,6 +71,12 @@ def _sample(entry: dict[str, Any], number: str, titles: bool, steps: bool) -> Sa
         task="hotpotqa",
         reasoning=" and ".join(kept[index][0] for index in gold) + "." if steps else "",
     )
+
+
+def _titles(facts: Any) -> list[Any]:
+    if not isinstance(facts, list) or not all(isinstance(fact, (list, tuple)) and fact for fact in facts):
+        raise TypeError(f"supporting_facts: expected pairs of a title and a sentence's number, got {facts!r:.60}")
+    return [fact[0] for fact in facts]
 
 
 def _paragraphs(context: Any) -> list[tuple[str, list[str]]]:

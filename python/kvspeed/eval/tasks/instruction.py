@@ -11,7 +11,7 @@ from collections.abc import Callable
 from random import Random
 from typing import NamedTuple
 
-from kvspeed.eval.tasks.biography import FACTS, check_count, person, span
+from kvspeed.eval.tasks.biography import FACTS, check_count, check_questions, person, span
 from kvspeed.eval.tasks.names import Names, check_split, rng_of
 from kvspeed.samples import Sample
 
@@ -68,11 +68,7 @@ def instruction(
     check_split(split)
     if not 1 <= facts <= len(FACTS):
         raise ValueError(f"facts: got {facts}, a person has 1 to {len(FACTS)}")
-    if not 1 <= questions_per_context <= least * facts:
-        raise ValueError(
-            f"questions_per_context: got {questions_per_context}, {least} documents of {facts} facts answer 1 to "
-            f"{least * facts}"
-        )
+    check_questions(questions_per_context, least * facts, f"{least} documents of {facts} facts answer")
     samples: list[Sample] = []
     for index in range(-(-check_count(count) // questions_per_context)):
         rng = rng_of("instruction", split, seed, index)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from random import Random
 
-from kvspeed.eval.tasks.biography import HINT, check_count, span
+from kvspeed.eval.tasks.biography import HINT, check_count, check_questions, span
 from kvspeed.eval.tasks.names import Names, check_split, rng_of
 from kvspeed.samples import Sample
 
@@ -66,8 +66,8 @@ _ABOUT_FIRM = (
 _HOBBIES = "chess,sailing,baking,cycling,fishing,gardening,knitting,hiking,pottery,singing,skating,tennis".split(",")
 _RIDES = "bus,train,tram,ferry,bicycle".split(",")
 _PRODUCTS = (
-    "clocks,bicycles,violins,lamps,tents,boots,kettles,pumps,toys,mirrors,carpets,cameras,ladders,engines,pencils,"
-    "umbrellas,helmets,sofas,candles,gloves,scales,drums,knives,ropes,bricks,bottles,boats,locks,pianos,stoves"
+    "clocks,bicycles,violins,lamps,tents,boots,kettles,pumps,spoons,mirrors,carpets,cameras,ladders,engines,pencils,"
+    "umbrellas,helmets,sofas,candles,gloves,scales,drums,knives,ropes,bricks,bottles,boats,chairs,pianos,stoves"
 ).split(",")
 
 
@@ -100,11 +100,8 @@ def multihop(
     unknown = [name for name in relations if name not in RELATIONS]
     if unknown or not relations:
         raise ValueError(f"relations: got {list(relations)}, choose from {', '.join(RELATIONS)}")
-    if not 1 <= questions_per_context <= least * len(relations):
-        raise ValueError(
-            f"questions_per_context: got {questions_per_context}, {least} pairs and {len(relations)} relations give 1 "
-            f"to {least * len(relations)}"
-        )
+    why = f"{least} pairs and {len(relations)} relations give"
+    check_questions(questions_per_context, least * len(relations), why)
     samples: list[Sample] = []
     for index in range(-(-check_count(count) // questions_per_context)):
         samples += _context(index, seed, split, (least, most), relations, steps, questions_per_context)

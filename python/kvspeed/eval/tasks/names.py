@@ -2,7 +2,8 @@
 """Invented people, places and firms for the generated tasks, put together from parts.
 
 Every name belongs to one split only, by its own letters: an adapter or a model trained on "train" has never seen a
-surname, town, firm or school of "test".
+surname, town, firm or school of "test". Half the names of "train" begin with invented syllables, so that what trains on
+them learns to copy any name, not a few hundred.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ _FIRM = (
     "Bank Books Designs Energy Engines Farms Films Foods Labs Lines Logistics Media Motors Optics Paper Partners Press "
     "Software Steel Studios Systems Textiles Tools Toys".split(),
 )
+_SYLLABLES = tuple(consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou")
 _SCHOOL = (
     "Alden Barrow Bexley Carver Chandler Dalton Ellis Fenton Garner Halsey Jarvis Keller Lowell Mercer Norris Orton "
     "Porter Quincy Ramsey Selby Tilden Upton Vernon Warren Yates".split(),
@@ -80,14 +82,14 @@ class Names:
     def __init__(self, rng: random.Random, split: str) -> None:
         self.rng, self.split = rng, check_split(split)
         self._used: set[str] = set()
-        self._people = 0
+        self.people = 0  # drawn so far
 
     def person(self) -> tuple[str, str]:
         """(full name, pronoun "She" or "He"); surnames never repeat, first names only after 20 people."""
         female = self.rng.random() < 0.5
         pool = _FEMALE if female else _MALE
-        self._people += 1
-        first = self._fresh(lambda: self.rng.choice(pool)) if self._people <= 20 else self.rng.choice(pool)
+        self.people += 1
+        first = self._fresh(lambda: self.rng.choice(pool)) if self.people <= 20 else self.rng.choice(pool)
         return f"{first} {self._joined(_SURNAME, '')}", "She" if female else "He"
 
     def town(self) -> str:
@@ -104,7 +106,12 @@ class Names:
         return self._fresh(lambda: self.rng.choice(choices))
 
     def _joined(self, parts: tuple[list[str], list[str]], glue: str) -> str:
-        return self._fresh(lambda: self.rng.choice(parts[0]) + glue + self.rng.choice(parts[1]), self._in_split)
+        return self._fresh(lambda: self._first(parts[0]) + glue + self.rng.choice(parts[1]), self._in_split)
+
+    def _first(self, choices: list[str]) -> str:
+        if self.split != "train" or self.rng.random() < 0.5:
+            return self.rng.choice(choices)
+        return "".join(self.rng.choice(_SYLLABLES) for _ in range(self.rng.randint(2, 3))).capitalize()
 
     def _in_split(self, name: str) -> bool:
         return in_split(name, self.split)

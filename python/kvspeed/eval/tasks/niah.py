@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
-from kvspeed.eval.tasks.biography import HINT, check_count, span
+from kvspeed.eval.tasks.biography import HINT, check_count, check_questions, span
 from kvspeed.eval.tasks.names import check_split, rng_of
 from kvspeed.samples import Sample
 
@@ -95,10 +95,9 @@ def niah(
         raise ValueError(f"distractors: got {distractors}, give 0 to 50")
     if short < 20:
         raise ValueError(f"chunk_tokens: got {short}, give at least 20, which is one sentence")
-    if not 1 <= questions_per_context <= 1 + distractors:
-        raise ValueError(
-            f"questions_per_context: got {questions_per_context}, there are {1 + distractors} needles to ask for"
-        )
+    if depth is not None:  # which holds for one needle
+        check_questions(questions_per_context, 1, "the needles that stand at a depth asked for are")
+    check_questions(questions_per_context, 1 + distractors, "the needles to ask for are")
     task = "niah-multikey" if distractors else "niah"
     samples: list[Sample] = []
     for index in range(-(-check_count(count) // questions_per_context)):

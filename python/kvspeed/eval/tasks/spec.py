@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvspeed.eval.tasks.arithmetic import arithmetic
-from kvspeed.eval.tasks.biography import biography
+from kvspeed.eval.tasks.biography import TooManyQuestions, biography
 from kvspeed.eval.tasks.code import code
 from kvspeed.eval.tasks.copying import copying
 from kvspeed.eval.tasks.hotpotqa import hotpotqa
@@ -116,13 +116,21 @@ class TaskSpec:
             key, _, value = part.partition("=")
             options[key] = value if key in ("path", "name", "config") else _value(value)
         shuffle, samples = options.pop("shuffle", None), options.pop("samples", None)
-        if samples is not None and (not isinstance(samples, int) or samples < 1):
+        if samples is not None and (isinstance(samples, bool) or not isinstance(samples, int) or samples < 1):
             raise ValueError(f"tasks: {name}: samples: got {samples!r}, give at least 1")
-        allowed = set(inspect.signature(TASKS[name]).parameters) - {"count", "seed", "split"}
+        if shuffle is not None and (isinstance(shuffle, bool) or not isinstance(shuffle, int)):
+            raise ValueError(f"tasks: {text.strip()}: shuffle is the seed of an order, a whole number")
+        parameters = inspect.signature(TASKS[name]).parameters
+        allowed = set(parameters) - {"count", "seed", "split"}
         unknown = sorted(set(options) - allowed)
         if unknown:
             known = ", ".join(sorted(allowed | {"shuffle", "samples"}))
             raise ValueError(f"tasks: {name} has no option {unknown[0]!r}; it has {known}")
+        for key, value in options.items():
+            _check_kind(text.strip(), key, value, str(parameters[key].annotation))
+        missing = [key for key in allowed if parameters[key].default is inspect.Parameter.empty and key not in options]
+        if missing:
+            raise ValueError(f"tasks: {name} needs {missing[0]}: write {name}:{missing[0]}=...")
         return cls(name, options, shuffle, text.strip(), samples)
 
     @property
@@ -144,18 +152,25 @@ class TaskSpec:
         return _METRICS.get(self.name, "f1")
 
     def load(self, count: int, *, seed: int = 0, split: str = "test", questions_per_context: int = 1) -> list[Sample]:
-        """The samples; tasks that know `questions_per_context` give as many as they can, unless their options say it.
+        """The samples, up to `questions_per_context` in a row on the same documents, where the options do not say it.
+
+        A task that cannot have as many (`niah` has one needle to ask for) has as many as it can.
 
         Raises:
             ValueError, OSError, ImportError: as the task's function.
         """
         make, options = TASKS[self.name], dict(self.options)
         count = count if self.samples is None else min(count, self.samples)
-        known = inspect.signature(make).parameters
+        fixed = "questions_per_context" in options or "questions_per_context" not in inspect.signature(make).parameters
+        if questions_per_context > 1 and not fixed:
+            options["questions_per_context"] = questions_per_context
         try:
-            if "questions_per_context" in known and "questions_per_context" not in options:
-                options["questions_per_context"] = _most_questions(make, options, questions_per_context)
-            samples = make(count, seed=seed, split=split, **options)
+            try:
+                samples = make(count, seed=seed, split=split, **options)
+            except TooManyQuestions as error:
+                if fixed or error.most < 1:
+                    raise
+                samples = make(count, seed=seed, split=split, **{**options, "questions_per_context": error.most})
         except (TypeError, ValueError) as error:
             raise ValueError(f"tasks: {self.text or self.name}: {error}") from error
         return samples if self.shuffle is None else [_shuffled(sample, self.shuffle) for sample in samples]
@@ -192,17 +207,27 @@ def _value(text: str) -> Any:
     return tuple(text.split("+"))
 
 
-def _most_questions(make: Callable[..., list[Sample]], options: dict[str, Any], wanted: int) -> int:
-    """How many questions on the same documents a task with these options has, at most `wanted`."""
-    for number in range(wanted, 1, -1):
-        try:
-            make(1, **options, questions_per_context=number)
-        except ValueError as error:
-            if not str(error).startswith("questions_per_context"):
-                raise
-        else:
-            return number
-    return 1
+# kinds of options, as their annotations name them: how they are written, and which values they are
+_KINDS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
+    ("bool", "true or false", lambda value: isinstance(value, bool)),
+    ("tuple[int, int]", "two numbers as 2-7", lambda value: isinstance(value, tuple) and isinstance(value[0], int)),
+    ("tuple[str, ...]", "names as a+b", lambda value: isinstance(value, tuple) and isinstance(value[0], str)),
+    ("float", "a number", lambda value: isinstance(value, (int, float)) and not isinstance(value, bool)),
+    ("int", "a whole number", lambda value: isinstance(value, int) and not isinstance(value, bool)),
+    ("str", "text", lambda value: isinstance(value, str)),
+)
+
+
+def _check_kind(text: str, key: str, value: Any, annotation: str) -> None:
+    """Refuses a value of another kind than the option's, such as `facts=a`."""
+    fitting, rest = [], annotation
+    for kind, words, fits in _KINDS:
+        if kind in rest:
+            rest = rest.replace(kind, "")
+            fitting.append(words)
+            if fits(value):
+                return
+    raise ValueError(f"tasks: {text}: {key} is {' or '.join(fitting)}")
 
 
 def _shuffled(sample: Sample, seed: int) -> Sample:

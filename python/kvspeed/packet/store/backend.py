@@ -6,7 +6,6 @@ Names are made by the store from checked parts and never come from a file or a u
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import torch
 
 from kvspeed.packet.tensorfile import Encoded
 
-__all__ = ["ENDING", "Backend", "Entry", "open_backend"]
+__all__ = ["ENDING", "Backend", "Entry"]
 
 ENDING = ".packet.safetensors"
 
@@ -66,24 +65,27 @@ class Backend(Protocol):
     def entries(self, folder: str) -> Iterator[Entry]:
         """The packets of a folder."""
 
+    def obstacles(self, folder: str) -> list[Entry]:
+        """What has a packet's name in a folder and is no file, of size 0; reading it says what it is."""
+
     def entry(self, name: str) -> Entry | None:
-        """One packet, None where it is not there."""
+        """One packet, None where it is not there, or is no file."""
 
     def write(self, name: str, encoded: Encoded) -> None:
         """Write a packet in one step: others see all of it or nothing."""
 
     def read(self, name: str) -> tuple[torch.Tensor, Any]:
         """`(data, identity)`: uint8 `[size]`, writable without effect on the file; what is equal for the same file, or
-        None where every reading must be taken for another."""
+        None where every reading must be taken for another. TensorFileError for what is no file."""
 
     def read_start(self, name: str, count: int) -> bytes:
-        """The first `count` bytes, or all where there are fewer."""
+        """The first `count` bytes, or all where there are fewer. TensorFileError for what is no file."""
 
     def prefetch(self, names: list[str]) -> None:
         """These are about to be read."""
 
     def delete(self, name: str) -> bool:
-        """Remove a packet; whether it was there."""
+        """Remove a packet, or what is in its place; whether it was there. NameTakenError where that must not go."""
 
     def touch(self, name: str) -> bool:
         """Note that a packet is used; False where it is certain that it is not there."""
@@ -99,27 +101,3 @@ class Backend(Protocol):
 
     def remove_empty(self, folder: str) -> None:
         """Remove a folder that holds no packets."""
-
-
-def open_backend(url: str | os.PathLike[str], options: dict[str, Any] | None) -> Backend:
-    """The place that `url` names: a path, or anything that fsspec knows ("s3://bucket/folder", "memory://x").
-
-    Raises:
-        TypeError: it is neither a string nor a path.
-        ValueError: fsspec does not know it, or the package for it is missing.
-    """
-    from kvspeed.packet.store.local import LocalBackend
-
-    if not isinstance(url, (str, os.PathLike)):
-        raise TypeError(f"path_or_url: expected a path or a URL, got {type(url).__name__}")
-    text = os.fspath(url)
-    if not isinstance(text, str) or not text.strip() or "\0" in text:
-        raise ValueError(f"path_or_url: got {text!r}; give a folder, or a URL such as s3://bucket/folder")
-    protocol, separator, rest = text.partition("://")
-    if not separator:
-        return LocalBackend(text)
-    if protocol in ("file", "local"):
-        return LocalBackend(rest)
-    from kvspeed.packet.store.remote import FsspecBackend
-
-    return FsspecBackend(text, options or {})

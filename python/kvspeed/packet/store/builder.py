@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 
 from kvspeed.packet.adapter import PacketAdapter
 from kvspeed.packet.build import build_packet, max_positions
+from kvspeed.packet.outliers import tell_drowned
 from kvspeed.packet.packet import Packet
 from kvspeed.packet.press import as_press
 from kvspeed.packet.prompt import encode
@@ -43,6 +45,7 @@ class Builder:
         self.model, self.tokenizer, self.adapter = model, tokenizer, adapter
         self._press = as_press(press) if press is not None else None
         self._k, self._dtype = k, storage_dtype(dtype)
+        self._told = False
         self.recipe = self._recipe_now()
 
     def _recipe_now(self) -> Recipe:
@@ -57,7 +60,15 @@ class Builder:
         """The packet of `text`, as it is stored."""
         k = self.recipe.k if self.recipe.k is not None else self.recipe.layers
         packet = build_packet(self.model, self.tokenizer, text, self.adapter, k=k, press=self._press)
-        return packet if self._dtype is None else quantise(packet, self._dtype)
+        if self._dtype is None:
+            return packet
+        small = quantise(packet, self._dtype)
+        if self._dtype == torch.int8 and not self._told:
+            told = tell_drowned(packet, small)
+            if told is not None:  # said once: it is the model's way, and other texts do not change it
+                self._told = True
+                warnings.warn(told, RuntimeWarning, stacklevel=5)
+        return small
 
     def token_ids(self, name: str, text: Any) -> tuple[int, ...]:
         """Ids of `text`, which messages call `name`.

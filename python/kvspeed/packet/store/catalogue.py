@@ -105,6 +105,11 @@ class Catalogue:
             return iter(all_entries(self.backend))
         return (entry for entry in self.backend.entries(recipe.name) if is_id(entry.id))
 
+    def obstacles(self, recipe: Recipe | None) -> list[Entry]:
+        """What is no file and has a packet's name, of one recipe, of all where it is None."""
+        folders = [recipe.name] if recipe is not None else [*filter(is_recipe_name, self.backend.folders())]
+        return [entry for folder in folders for entry in self.backend.obstacles(folder) if is_id(entry.id)]
+
     def find(self, id: str, recipe: Recipe | None) -> Entry | None:
         """The file of a packet, looked for under all recipes where `recipe` is None."""
         names = (

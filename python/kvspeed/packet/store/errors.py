@@ -9,7 +9,15 @@ from contextlib import contextmanager
 
 from kvspeed.packet.tensorfile import TensorFileError, brief
 
-__all__ = ["DamagedPacketError", "MissingPacketError", "StoreError", "StoreFullError", "StoreReadOnlyError", "reaching"]
+__all__ = [
+    "DamagedPacketError",
+    "MissingPacketError",
+    "NameTakenError",
+    "StoreError",
+    "StoreFullError",
+    "StoreReadOnlyError",
+    "reaching",
+]
 
 
 class StoreError(OSError):
@@ -22,6 +30,10 @@ class StoreFullError(StoreError):
 
 class StoreReadOnlyError(StoreError):
     """The place may be read and not written."""
+
+
+class NameTakenError(StoreError):
+    """Something that is not the store's, and that it does not remove, has the name of a packet."""
 
 
 class MissingPacketError(KeyError):

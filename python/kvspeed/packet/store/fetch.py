@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ import torch
 from kvspeed.packet.file import FORMAT, VERSION, parse_packet
 from kvspeed.packet.packet import Packet
 from kvspeed.packet.store.backend import Backend
-from kvspeed.packet.store.errors import StoreError
+from kvspeed.packet.store.errors import NameTakenError, StoreError
 from kvspeed.packet.store.tiers import DiskTier
 from kvspeed.packet.tensorfile import TensorFileError, parse_description
 
@@ -77,10 +78,10 @@ class Reader:
         except FileNotFoundError:
             pass
         except TensorFileError:  # a damaged copy is fetched anew
-            self.cache.backend.delete(name)
+            self.forget(name)
         data, _ = self.backend.read(name)
         try:
-            self.cache.make_room(len(data), ())
+            self.cache.make_room(len(data), (), replaced=name)
             self.cache.backend.write(name, _Bytes(data))  # type: ignore[arg-type]
             return self._parse(self.cache.backend, name, False)
         except StoreError:  # larger than the cache, or its disk is full: the packet itself is here
@@ -104,7 +105,8 @@ class Reader:
     def forget(self, name: str) -> None:
         """Remove the copy of a packet that is removed, or replaced."""
         if self.cache is not None:
-            self.cache.backend.delete(name)
+            with suppress(NameTakenError):  # what is in its place is not read as a copy either
+                self.cache.backend.delete(name)
 
     def description(self, name: str) -> tuple[dict[str, Any], int]:
         """`(description, bytes that the file must have)` from the beginning of a file, damaged or not.

@@ -16,14 +16,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import torch
 
 from kvspeed.packet.container import map_file
 from kvspeed.packet.store.backend import ENDING, Entry
 from kvspeed.packet.store.errors import StoreError, reaching
-from kvspeed.packet.tensorfile import Encoded
+from kvspeed.packet.store.obstacles import obstacle, remove
+from kvspeed.packet.tensorfile import Encoded, TensorFileError
 
 try:
     import fcntl
@@ -66,24 +67,39 @@ class LocalBackend:
         self._write(self.root / name, lambda: [data])
 
     def folders(self) -> list[str]:
-        return sorted(entry.name for entry in self._scan(self.root) if entry.is_dir())
+        return sorted(entry.name for entry in self._scan(self.root) if _is_folder(entry))
 
     def is_empty(self) -> bool:
         # hidden files do not count: another process may be making the store at this moment, or was killed at it
         return all(entry.name.startswith(".") for entry in self._scan(self.root))
 
     def entries(self, folder: str) -> Iterator[Entry]:
-        for found in self._scan(self.root / folder):
-            if found.name.endswith(ENDING) and not found.name.startswith("."):
-                with suppress(FileNotFoundError):  # removed by another process since
-                    status = found.stat()
-                    if stat.S_ISREG(status.st_mode):
-                        yield Entry(f"{folder}/{found.name}", status.st_size, status.st_mtime_ns)
+        for found in self._named(folder):
+            with suppress(OSError):  # removed by another process since, or a link that leads nowhere
+                status = found.stat()
+                if stat.S_ISREG(status.st_mode):
+                    yield Entry(f"{folder}/{found.name}", status.st_size, status.st_mtime_ns)
+
+    def obstacles(self, folder: str) -> list[Entry]:
+        with reaching(self.place, "read"):
+            found = [entry.name for entry in self._named(folder) if obstacle(Path(entry.path)) is not None]
+        return [Entry(f"{folder}/{name}", 0) for name in found]
+
+    def _named(self, folder: str) -> Iterator[os.DirEntry[str]]:
+        """All that has a packet's name."""
+        found = self._scan(self.root / folder)
+        return (entry for entry in found if entry.name.endswith(ENDING) and not entry.name.startswith("."))
 
     def entry(self, name: str) -> Entry | None:
+        path = self.root / name
         try:
             with reaching(self.place, "read"):
-                status = os.stat(self.root / name)
+                try:
+                    status = os.stat(path)
+                except OSError:
+                    if obstacle(path) is None:
+                        raise
+                    return None
         except FileNotFoundError:
             return None
         return Entry(name, status.st_size, status.st_mtime_ns) if stat.S_ISREG(status.st_mode) else None
@@ -102,23 +118,41 @@ class LocalBackend:
         self._write(self.root / name, encoded.pieces)
 
     def read(self, name: str) -> tuple[torch.Tensor, Any]:
-        with reaching(self.place, f"read {name} of"), open(self.root / name, "rb", opener=_open_at_once) as file:
+        with self._opened(name) as file:
             status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise StoreError(f"{self.place}/{name} is no regular file: remove it")
             data = map_file(file.fileno(), status.st_size, str(self.root / name))
         return data, (status.st_dev, status.st_ino, status.st_size)
 
     def read_start(self, name: str, count: int) -> bytes:
-        with reaching(self.place, f"read {name} of"), open(self.root / name, "rb", opener=_open_at_once) as file:
+        with self._opened(name) as file:
             return file.read(count)
+
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[IO[bytes]]:
+        path = self.root / name
+        with reaching(self.place, f"read {name} of"):
+            try:
+                file = open(path, "rb", opener=_open_at_once)
+            except OSError:
+                self._refuse_obstacle(path)
+                raise
+            with file:
+                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                    self._refuse_obstacle(path)
+                yield file
+
+    @staticmethod
+    def _refuse_obstacle(path: Path) -> None:
+        what = obstacle(path)
+        if what is not None:
+            raise TensorFileError(f"{path} is {what}, where a packet's file belongs")
 
     def prefetch(self, names: list[str]) -> None:
         if not hasattr(os, "posix_fadvise"):
             return
         for name in names:
             with suppress(OSError):
-                descriptor = os.open(self.root / name, os.O_RDONLY)
+                descriptor = _open_at_once(str(self.root / name), os.O_RDONLY)
                 try:
                     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
                 finally:
@@ -127,7 +161,7 @@ class LocalBackend:
     def delete(self, name: str) -> bool:
         try:
             with reaching(self.place, f"remove {name} from"):
-                os.unlink(self.root / name)
+                remove(self.root / name)
         except FileNotFoundError:
             return False
         return True
@@ -147,7 +181,7 @@ class LocalBackend:
     @contextmanager
     def claim(self, name: str, wait: bool) -> Iterator[bool]:
         path = self._beside(self.root / name, _CLAIM)
-        with reaching(self.place, "write to"):
+        with self._writing():
             descriptor = _again(lambda: self._lock(path, wait))
         if descriptor is None:
             yield False
@@ -226,8 +260,21 @@ class LocalBackend:
     # ---- writing -----------------------------------------------------------------------------------------------
 
     def _write(self, path: Path, pieces: Callable[[], Iterable[bytes | memoryview]]) -> None:
-        with reaching(self.place, "write to"):
+        with self._writing():
             _again(lambda: self._write_once(path, pieces()))
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            with reaching(self.place, "write to"):
+                yield
+        except FileNotFoundError as error:  # here it is no answer: the folder could not be made, however often tried
+            found = StoreError(
+                f"cannot write to {self.place} ({error.strerror}: {error.filename}): no folder can be made there; "
+                "give another folder"
+            )
+            found.errno = error.errno
+            raise found from error
 
     def _write_once(self, path: Path, pieces: Iterable[bytes | memoryview]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -251,6 +298,13 @@ class LocalBackend:
     @staticmethod
     def _beside(path: Path, ending: str) -> Path:
         return path.parent / f".{path.name.removesuffix(ENDING)}{ending}"
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself, or to where this user may not look
+        return False
 
 
 def _open_at_once(path: str, flags: int) -> int:

@@ -18,7 +18,7 @@ from torch import nn
 from kvspeed.fingerprint import model_fingerprint
 from kvspeed.models import base_model
 from kvspeed.packet.adapter import PacketAdapter, describe_model
-from kvspeed.packet.build import _depth as depth_of
+from kvspeed.packet.build import stored_depth
 from kvspeed.packet.packet import Packet
 from kvspeed.patch import state_of
 
@@ -76,7 +76,7 @@ class Recipe:
         Raises:
             TypeError, ValueError: an argument does not fit the model; see `build_packet`.
         """
-        depth = depth_of(model, k)
+        depth = stored_depth(model, k)
         if adapter is not None:
             adapter.check_model(model)
             adapter = adapter if adapter.tokens else None
@@ -130,7 +130,11 @@ class Recipe:
         adapter = f"adapter {self.adapter_fingerprint[:8]}" if self.adapter_fingerprint else "no adapter"
         depth = f"k={self.k} of {self.layers} layers" if self.k is not None else f"{self.layers} layers"
         storage = self.storage if self.storage == self.dtype else f"{self.storage} for {self.dtype}"
-        press = f", press {self.press.get('name', '?')}" if self.press is not None else ""
+        press = ""
+        if self.press is not None:
+            removed = self.press.get("ratio")
+            percent = f"-{100 * removed:g}" if isinstance(removed, (int, float)) else ""
+            press = f", press {self.press.get('name', '?')}{percent}"
         return f"{self.model_name} {self.model_fingerprint[:8]}, {adapter}, {depth}, {storage}{press}"
 
     def to_json(self) -> bytes:

@@ -86,6 +86,9 @@ class FsspecBackend:
             if found["type"] == "file" and name.endswith(ENDING) and not name.startswith("."):
                 yield Entry(f"{folder}/{name}", int(found["size"] or 0), _modified(found))
 
+    def obstacles(self, folder: str) -> list[Entry]:
+        return []  # what an object store calls a folder is in no object's way
+
     def entry(self, name: str) -> Entry | None:
         try:
             with self._reaching("read"):

@@ -14,11 +14,12 @@ from kvspeed.packet.packet import Packet
 from kvspeed.packet.store.backend import ENDING, Backend
 from kvspeed.packet.store.builder import Builder
 from kvspeed.packet.store.catalogue import Catalogue
-from kvspeed.packet.store.errors import DamagedPacketError, MissingPacketError, StoreReadOnlyError
+from kvspeed.packet.store.errors import DamagedPacketError, MissingPacketError, StoreError
 from kvspeed.packet.store.fetch import Checksums, Reader
 from kvspeed.packet.store.local import LocalBackend
 from kvspeed.packet.store.recipe import Recipe
 from kvspeed.packet.store.reports import Counters
+from kvspeed.packet.store.rescue import check_head, text_in_head
 from kvspeed.packet.store.tiers import DiskTier, MemoryTier
 from kvspeed.packet.tensorfile import TensorFileError
 
@@ -102,7 +103,10 @@ class Shelf:
         except FileNotFoundError:
             raise MissingPacketError(self.catalogue.missing(id, self.recipe)) from None
         except TensorFileError as error:
-            return self.rebuild(id, error)
+            packet, refused = self.rebuild(id, error)
+            unstored = f", and not stored ({refused})" if refused is not None else ""
+            warnings.warn(f"{error}; it is rebuilt now from its text{unstored}", RuntimeWarning, stacklevel=4)
+            return packet
         self.reader.touch(name)
         self.counters.loaded += 1
         return packet
@@ -131,9 +135,10 @@ class Shelf:
     def put(self, id: str, packet: Packet, keep: Iterable[str]) -> None:
         """Write a packet; others than those in `keep` may have to make room for it."""
         encoded = encode_packet(packet)
-        self.counters.evicted += len(self.disk.make_room(encoded.size, frozenset(keep)))
-        self.reader.forget(self.name(id))
-        self.backend.write(self.name(id), encoded)
+        name = self.name(id)
+        self.counters.evicted += len(self.disk.make_room(encoded.size, frozenset(keep), replaced=name))
+        self.reader.forget(name)
+        self.backend.write(name, encoded)
 
     def remove(self, id: str, name: str) -> bool:
         """Remove a packet here and from all tiers; whether it was there."""
@@ -149,19 +154,26 @@ class Shelf:
     # ---- damage ------------------------------------------------------------------------------------------------
 
     def is_whole(self, id: str) -> bool:
-        """Whether the packet is there; a damaged one is named in a warning, and counts as missing."""
+        """Whether the packet is there; a damaged one is named in a warning, and counts as missing.
+
+        Raises:
+            NameTakenError: something that must not be replaced is in its place.
+            StoreError: the place cannot be read.
+        """
         name = self.name(id)
         entry = self.backend.entry(name)
-        if entry is None:
-            return False
         try:
             if isinstance(self.backend, LocalBackend):
                 self.check(id, name, self.reader.read(name))
-            elif self.reader.description(name)[1] != entry.size:
-                raise TensorFileError(f"{self.backend.place.rstrip('/')}/{name} is truncated")
+            elif entry is not None:
+                check_head(self.reader, self.recipe, id, entry)
+            else:
+                return False
         except FileNotFoundError:
             return False
         except TensorFileError as error:
+            if entry is None and self.backend.entry(name) is None:  # no file, which writing one might not replace
+                self.backend.delete(name)
             warnings.warn(f"{error}; it is rebuilt now", RuntimeWarning, stacklevel=5)
             self.damaged.add(id)
             self.counters.rebuilt += 1
@@ -169,8 +181,10 @@ class Shelf:
         self.reader.touch(name)
         return True
 
-    def rebuild(self, id: str, error: TensorFileError) -> Packet:
-        """The packet of a damaged file, made anew from the text that the file still tells, and stored again.
+    def rebuild(self, id: str, error: TensorFileError) -> tuple[Packet, StoreError | None]:
+        """`(packet, why not stored)`: that of a damaged file, made anew from the text that the file still tells.
+
+        It is stored again where that is possible, and can be used in any case.
 
         Raises:
             DamagedPacketError: it does not tell it, or this store has no model to make it with.
@@ -189,30 +203,26 @@ class Shelf:
             raise DamagedPacketError(
                 f"{error}; it cannot be rebuilt, since the model or the adapter changed since this store was opened"
             ) from error
-        warnings.warn(f"{error}; it is rebuilt now from its text", RuntimeWarning, stacklevel=4)
         with self.building:
             packet = self.make(builder, text)
-            self.counters.rebuilt += 1
             try:
                 self.put(id, packet, keep=[id])
-            except StoreReadOnlyError:
-                pass  # the packet can be used all the same
-        return packet
+            except StoreError as refused:  # full, read-only, or just now out of reach
+                return packet, refused
+            self.counters.rebuilt += 1
+        return packet, None
 
     def _rescued_text(self, id: str) -> str | None:
         """The text in the head of a damaged file, if it is the one that the id was made from."""
         name = self.name(id)
         recipe = self.recipe if self.recipe is not None else self.catalogue.recipe(name.partition("/")[0])
         try:
-            header, _ = self.reader.description(name)
-            text, ids = header["text"], tuple(header["token_ids"])
-            if recipe is None or recipe.id_of(text, ids) != id:
+            found = text_in_head(self.reader, recipe, id, name)
+            if found is None or (self.builder is not None and self.builder.token_ids("text", found[0]) != found[1]):
                 return None
-            if self.builder is not None and self.builder.token_ids("text", text) != ids:
-                return None
-        except (FileNotFoundError, KeyError, TypeError, ValueError):
+        except (FileNotFoundError, TypeError, ValueError):
             return None
-        return text
+        return found[0]
 
 
 def _full_name(id: str) -> str:

@@ -14,11 +14,12 @@ from kvspeed.cache import KVCache
 from kvspeed.packet.adapter import PacketAdapter
 from kvspeed.packet.assemble import assemble
 from kvspeed.packet.packet import Packet
-from kvspeed.packet.store.backend import Entry, open_backend
+from kvspeed.packet.store.backend import Entry
 from kvspeed.packet.store.builder import Builder
 from kvspeed.packet.store.errors import MissingPacketError, StoreError
 from kvspeed.packet.store.fetch import Checksums
 from kvspeed.packet.store.local import LocalBackend
+from kvspeed.packet.store.places import open_backend
 from kvspeed.packet.store.progress import Progress, reporting
 from kvspeed.packet.store.recipe import Recipe, is_id
 from kvspeed.packet.store.reports import StoreCheck, StoreStats, Tidied

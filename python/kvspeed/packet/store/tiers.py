@@ -76,15 +76,20 @@ class DiskTier:
         self.backend = backend
         self.limit = limit
 
-    def make_room(self, size: int, keep: Collection[str]) -> list[Entry]:
+    def make_room(self, size: int, keep: Collection[str], replaced: str | None = None) -> list[Entry]:
         """Remove packets until `size` more bytes fit; never those whose id is in `keep`. Returns what was removed.
+
+        Args:
+            size: of the file that is to be written.
+            keep: ids.
+            replaced: its name. A file that has it now makes room by being replaced, and is not removed before.
 
         Raises:
             StoreFullError: that does not suffice; then nothing is removed.
         """
         if self.limit is None:
             return []
-        entries = all_entries(self.backend)
+        entries = [entry for entry in all_entries(self.backend) if entry.name != replaced]
         free = self.limit - sum(entry.size for entry in entries)
         chosen: list[Entry] = []
         for entry in sorted((e for e in entries if e.id not in keep), key=lambda e: (e.used, e.name)):

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 
 from kvspeed.packet.store.backend import Entry
-from kvspeed.packet.store.errors import DamagedPacketError
+from kvspeed.packet.store.errors import DamagedPacketError, NameTakenError
 from kvspeed.packet.store.progress import Progress, reporting
 from kvspeed.packet.store.reports import Problem, StoreCheck, StoreStats, Tidied
 from kvspeed.packet.store.shelf import Shelf
@@ -39,8 +38,9 @@ def count(shelf: Shelf) -> StoreStats:
 
 def check_all(shelf: Shelf, rebuild: bool, remove: bool, progress: Progress) -> StoreCheck:
     """See `PacketStore.verify`."""
-    entries = sorted(shelf.catalogue.entries(shelf.recipe), key=lambda entry: entry.name)
+    entries = list(shelf.catalogue.entries(shelf.recipe))
     check = StoreCheck(len(entries), sum(entry.size for entry in entries))
+    entries = sorted([*entries, *shelf.catalogue.obstacles(shelf.recipe)], key=lambda entry: entry.name)
     with reporting(progress, "checking", len(entries)) as report:
         for done, entry in enumerate(entries, 1):
             problem = _check(shelf, entry, rebuild, remove)
@@ -59,17 +59,19 @@ def _check(shelf: Shelf, entry: Entry, rebuild: bool, remove: bool) -> Problem |
     except TensorFileError as error:
         problem = Problem(entry.id, str(error))
         shelf.forget(entry.id)
+        unmended = problem
         if rebuild:
             try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", RuntimeWarning)
-                    shelf.rebuild(entry.id, error)
-                return replace(problem, done="rebuilt")
-            except DamagedPacketError:
-                pass
-        if remove and shelf.remove(entry.id, entry.name):
-            return replace(problem, done="removed")
-        return problem
+                _, refused = shelf.rebuild(entry.id, error)
+                if refused is None:
+                    return replace(problem, done="rebuilt")
+                unmended = replace(problem, reason=f"{error}; its packet could not be stored again ({refused})")
+            except DamagedPacketError as why:
+                unmended = replace(problem, reason=str(why))
+        try:
+            return replace(problem, done="removed") if remove and shelf.remove(entry.id, entry.name) else unmended
+        except NameTakenError as why:  # for people to look at; the other packets are checked all the same
+            return replace(problem, reason=str(why))
 
 
 def tidy(shelf: Shelf, limit: int | None, grace_s: float) -> Tidied:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,12 @@ from kvspeed.packet.adapter import PacketAdapter
 from kvspeed.packet.tensorfile import TensorFileError, read_tensor_file, write_tensor_file
 from kvspeed.packet.train.report import StepRecord, TrainReport
 
-__all__ = ["Checkpoint"]
+__all__ = ["START", "Checkpoint"]
 
 FORMAT = "kvspeed.training"
 VERSION = 1
+
+START = "adapter to begin with"
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 _PARTS = ("header", "trailer")
@@ -70,6 +73,9 @@ class Checkpoint:
             raise ValueError(f"{error}; or remove it to train from the start") from error
         kept = header["settings"]
         other = [name for name in self.settings if kept.get(name) != self.settings[name]]
+        # the caller's adapter may be where the run began, or where it left off: it was trained in place
+        if START in other and adapter.fingerprint() in _fingerprints(adapter, tensors):
+            other.remove(START)
         if other:
             name = other[0]
             raise ValueError(
@@ -87,3 +93,15 @@ class Checkpoint:
         facts = {**header["report"], "records": [StepRecord(*row) for row in header["report"]["records"]]}
         best = {name: tensors[f"best.{name}"].clone() for name in _PARTS}
         return best, TrainReport(**facts), header["waited"]
+
+
+def _fingerprints(adapter: PacketAdapter, tensors: dict[str, torch.Tensor]) -> set[str]:
+    """Of the soft tokens of a checkpoint: those that were being trained, and the best so far."""
+    found = set()
+    for prefix in ("", "best."):
+        copied = copy.deepcopy(adapter)
+        with torch.no_grad():
+            for name in _PARTS:
+                getattr(copied, name).copy_(tensors[f"{prefix}{name}"])
+        found.add(copied.fingerprint())
+    return found

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -14,11 +15,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from kvspeed.fingerprint import model_fingerprint
 from kvspeed.models import architecture, base_model
 from kvspeed.packet.adapter import PacketAdapter
 from kvspeed.packet.train.batches import batches, digest, split
 from kvspeed.packet.train.blocks import bfloat16_products, frozen
-from kvspeed.packet.train.checkpoint import Checkpoint
+from kvspeed.packet.train.checkpoint import START, Checkpoint
 from kvspeed.packet.train.contexts import Context, contexts_of
 from kvspeed.packet.train.processes import Processes
 from kvspeed.packet.train.report import StepRecord, TrainReport
@@ -112,7 +114,19 @@ def train_adapter(
         OSError: `folder` cannot be written; the last checkpoint stays.
     """
     check_numbers(
-        loss, lr, batch_size, epochs, steps, patience, evaluate_every, max_new_tokens, top, dtype, checkpoint_every
+        loss,
+        lr,
+        warmup,
+        seed,
+        batch_size,
+        epochs,
+        steps,
+        patience,
+        evaluate_every,
+        max_new_tokens,
+        top,
+        dtype,
+        checkpoint_every,
     )
     architecture(model)
     if not isinstance(adapter, PacketAdapter):
@@ -139,10 +153,12 @@ def train_adapter(
     plan = list(batches(contexts, batch_size, epochs, steps, seed))
     settings = {
         "samples": digest(train, held),
-        "model": base_model(model).config.model_type,  # type: ignore[union-attr]
+        "model": f"{base_model(model).config.model_type} {model_fingerprint(model)[:16]}",  # type: ignore[union-attr]
         **dict(loss=loss, lr=lr, warmup=warmup, batch_size=batch_size, steps=len(plan), evaluate_every=evaluate_every),
         **dict(max_new_tokens=max_new_tokens, top=top, k=k, dtype=dtype, seed=seed, patience=patience),
         "soft tokens": [adapter.header.shape[0], adapter.trailer.shape[0]],
+        "chat template": json.dumps(chat_template_kwargs or {}, sort_keys=True, default=str),
+        START: adapter.fingerprint(),
     }
     run = _Run(
         processes=processes,
@@ -328,7 +344,7 @@ class _Run:
     def notes(self) -> dict[str, Any]:
         """What the adapter's file says of the run, beside what it said before."""
         report = self.report
-        said = {name: value for name, value in self.settings.items() if name not in ("model", "soft tokens")}
+        said = {name: value for name, value in self.settings.items() if name not in ("model", "soft tokens", START)}
         said |= {"train_samples": report.samples, "dev_samples": report.dev_samples, "best_step": report.best_step}
         said |= {"dev_loss": report.best_dev, "dev_loss_untrained": report.first_dev}
         return {**self.adapter.notes, "training": said}

@@ -22,6 +22,8 @@ __all__ = ["check_numbers", "check_room", "depth_of", "end_ids", "folder_of"]
 def check_numbers(
     loss: str,
     lr: float,
+    warmup: int,
+    seed: int,
     batch_size: int,
     epochs: int,
     steps: int | None,
@@ -36,8 +38,13 @@ def check_numbers(
         raise ValueError(f'loss: got {loss!r}, choose "kl" or "ce"')
     if dtype not in (None, "bf16", "fp32"):
         raise ValueError(f'dtype: got {dtype!r}, choose "bf16", "fp32" or None')
-    if not 0 < lr < float("inf"):
-        raise ValueError(f"lr: got {lr!r}, give a positive number")
+    if not 0 < lr <= 10:
+        raise ValueError(f"lr: got {lr!r}, give a number above 0 and up to 10")
+    for name, number in (("warmup", warmup), ("seed", seed)):
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise TypeError(f"{name}: expected an integer, got {type(number).__name__}")
+    if warmup < 0:
+        raise ValueError(f"warmup: got {warmup}, give 0 or more steps")
     for name, value, optional in (
         ("batch_size", batch_size, False),
         ("epochs", epochs, False),
