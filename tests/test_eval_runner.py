@@ -289,7 +289,7 @@ def test_wrong_plans(samples, changes, words):
 
 
 def test_an_unknown_method_is_refused_before_anything(tiny, samples, tmp_path):
-    with pytest.raises(ValueError, match="'fulll' is not known; known are full"):
+    with pytest.raises(ValueError, match=r"'fulll' is not known \(did you mean full\?\); known are full"):
         runner_of(tiny, plan_of(samples, methods=("fulll",)), path=tmp_path / "r.records")
     assert not (tmp_path / "r.records").exists()
 
