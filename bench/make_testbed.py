@@ -1,10 +1,10 @@
 # Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
 """Makes the testbed: SmolLM2 tuned to the generated tasks by a LoRA, the frozen model in which adapters are trained.
 
-    python bench/make_testbed.py lora --folder build/testbed        # a quarter of an hour on one core
-    torchrun --nproc_per_node 2 bench/make_testbed.py lora --folder build/testbed2 \\
-        --begin-with build/testbed/lora.safetensors --people 2-8         # goes on from there, on two cores
-    python bench/make_testbed.py merge --folder build/testbed2      # the tuned model, as transformers loads it
+    python bench/make_testbed.py lora --folder build/first          # a quarter of an hour on one core
+    torchrun --nproc_per_node 2 bench/make_testbed.py lora --folder build/testbed \\
+        --begin-with build/first/lora.safetensors --people 2-8      # goes on from there, on two cores
+    python bench/make_testbed.py merge --folder build/testbed       # the tuned model, as transformers loads it
     kvspeed train-adapter --model build/testbed/model --out build/testbed/universal \\
         --tasks biography,multihop,niah,niah-multikey
     python bench/make_testbed.py look --folder build/testbed --adapter build/testbed/universal/adapter.safetensors
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import time
 from contextlib import nullcontext
@@ -31,6 +30,7 @@ from kvspeed.packet import PacketAdapter
 from kvspeed.packet.tensorfile import read_tensor_file, write_tensor_file
 from kvspeed.packet.train.blocks import bfloat16_products, blocks_kv, rows_hidden
 from kvspeed.packet.train.contexts import Context, contexts_of
+from kvspeed.packet.train.processes import Processes
 from kvspeed.packet.train.student import context_kv
 from kvspeed.packet.train.teacher import greedy_answers
 from kvspeed.samples import Sample
@@ -88,7 +88,7 @@ def lora(options: argparse.Namespace) -> None:
     trained = attach_lora(model, options.rank, alpha=2 * options.rank, compute=compute)
     if options.begin_with:
         set_lora(model, read_lora(options.begin_with)[0])
-    rank, world = processes()
+    processes = Processes.here(model)
     end = tokenizer.eos_token_id
     contexts = contexts_of(
         tokenizer, samples_of("train", options.seed, options.contexts, options.shares, options.people)
@@ -106,19 +106,20 @@ def lora(options: argparse.Namespace) -> None:
         batch = contexts[step * options.batch : (step + 1) * options.batch]
         answers = sum(len(query.target) + 1 for context in batch for query in context.queries)
         loss = 0.0
-        for context in batch[rank::world]:  # one graph at a time
+        for context in batch[processes.index :: processes.count]:  # one graph at a time
             part, _ = loss_of(model, [context], end)
             (part / answers).backward()
             loss += part.item() / answers
-        if world > 1:
-            loss = summed(trained, loss)
+        loss = processes.sum(loss)
+        for weight in trained:
+            processes.add_up(weight.grad)
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         spent += time.perf_counter() - started
-        if rank == 0:
+        if processes.is_main:
             print(f"step {step + 1}/{steps}  loss {loss:.4f}  {spent:.0f} s", flush=True)
-        if rank == 0 and ((step + 1) % KEEP == 0 or step + 1 == steps):
+        if processes.is_main and ((step + 1) % KEEP == 0 or step + 1 == steps):
             keep(state, trained, optimizer, step + 1, spent)
             if (step + 1) % (2 * KEEP) == 0 or step + 1 == steps:
                 with torch.no_grad():
@@ -129,23 +130,6 @@ def lora(options: argparse.Namespace) -> None:
                 notes |= {"rank": options.rank, "batch": options.batch, "dev_loss": dev, "seconds": round(spent)}
                 write_lora(folder / f"lora-{step + 1:04d}.safetensors", lora_tensors(model), notes)
                 write_lora(folder / "lora.safetensors", lora_tensors(model), notes)
-
-
-def processes() -> tuple[int, int]:
-    """(this process's number, how many) under torchrun; (0, 1) without."""
-    if "WORLD_SIZE" not in os.environ:
-        return 0, 1
-    torch.distributed.init_process_group("gloo")
-    return torch.distributed.get_rank(), torch.distributed.get_world_size()
-
-
-def summed(trained: list[Any], loss: float) -> float:
-    """Add up the gradients and the loss of all processes."""
-    flat = torch.cat([weight.grad.flatten() for weight in trained] + [torch.tensor([loss])])
-    torch.distributed.all_reduce(flat)
-    for weight, part in zip(trained, flat[:-1].split([weight.numel() for weight in trained]), strict=True):
-        weight.grad.copy_(part.view_as(weight))
-    return flat[-1].item()
 
 
 def rate(step: int, planned: int, steps: int, fall_from: int) -> float:

@@ -117,9 +117,10 @@ def tiny_tokenizer(*, vocab: int = 512, bos: bool = False, template: str | None 
 
 
 def random_text(words: int, seed: int, *, vocab: int = 512) -> str:
-    """`words` different words of the tiny tokenizer, one token each."""
+    """`words` words of the tiny tokenizer, one token each; a word only returns when all have been used."""
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(100, vocab, (words,), generator=generator).tolist()
+    rounds = range(-(-words // (vocab - 100)))
+    ids = [100 + index for _ in rounds for index in torch.randperm(vocab - 100, generator=generator).tolist()][:words]
     return " ".join(f"w{index}" for index in ids)
 
 

@@ -51,6 +51,22 @@ def test_processes_share_the_work(tmp_path):
     assert len(store) == 24 and store.verify().ok and store.stats().unfinished == 0
 
 
+def test_store_begun_by_another_while_it_is_looked_at(tmp_path, monkeypatch):
+    """Empty at the first look, begun and filled by another process before any second one."""
+    texts, look = some_texts(1), local_module.LocalBackend.is_empty
+
+    def empty_then_filled(self):
+        found = look(self)
+        if found:
+            monkeypatch.setattr(local_module.LocalBackend, "is_empty", look)
+            open_store(tmp_path / "s").add(texts)
+        return found
+
+    monkeypatch.setattr(local_module.LocalBackend, "is_empty", empty_then_filled)
+    store = open_store(tmp_path / "s")
+    assert store[store.add(texts)[0]].text == texts[0] and store.verify().ok
+
+
 def test_two_adapters_in_one_store(tmp_path):
     """They add the same texts at the same time, and neither ever gets the other's packets."""
     texts = some_texts(8)

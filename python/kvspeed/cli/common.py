@@ -32,6 +32,7 @@ __all__ = [
     "check_depth",
     "counted",
     "guarded",
+    "is_testbed",
     "load_model",
     "progress",
     "soft_tokens",
@@ -189,7 +190,7 @@ def _load_model(name: str | None, dtype: str | None) -> tuple[Any, Any, str]:
 
         model, tokenizer = load_smollm2(dtype=dtypes[dtype or "float32"])
         return model, tokenizer, MODEL_NAME
-    if name == "testbed" and not Path(name).exists():
+    if is_testbed(name):
         from kvspeed.testbed import MODEL_NAME as tuned_name
         from kvspeed.testbed import load_tuned
 
@@ -216,6 +217,11 @@ def _load_model(name: str | None, dtype: str | None) -> tuple[Any, Any, str]:
     return model.eval(), tokenizer, Path(name).name
 
 
+def is_testbed(model: str | None) -> bool:
+    """Whether `--model` means the testbed, and not a folder of that name."""
+    return model == "testbed" and not Path(model).exists()
+
+
 def soft_tokens(file: Path | None, model: str | None, network: Any) -> PacketAdapter | None:
     """The adapter of `--adapter` for the loaded `network`; without one, that of the testbed where `model` is it.
 
@@ -226,11 +232,11 @@ def soft_tokens(file: Path | None, model: str | None, network: Any) -> PacketAda
     from kvspeed.packet import PacketAdapter
 
     if file is None:
-        if model != "testbed" or Path(model).exists():
+        if not is_testbed(model):
             return None
-        from kvspeed.testbed import testbed_folder
+        from kvspeed.testbed import adapter_file
 
-        file = testbed_folder() / "adapter.safetensors"
+        file = adapter_file()
     elif str(file) == "none" and not file.exists():
         return None
     check_adapter_file(file)

@@ -22,6 +22,7 @@ from kvspeed.cli.common import (
     ModelName,
     counted,
     guarded,
+    is_testbed,
     load_model,
     progress,
     stderr,
@@ -250,10 +251,10 @@ def _load(
     paths = dict(named(entry, "--adapter", default="") for entry in files or [])
     asks = {name.partition("@")[2] for name in methods if getattr(get_method(name.partition("@")[0]), "adapter", False)}
     network, tokenizer, name = load_model(model, dtype, device)
-    if model == "testbed":
-        from kvspeed.testbed import specialists, testbed_folder
+    if is_testbed(model):
+        from kvspeed.testbed import adapter_file, specialists
 
-        shipped = {"": testbed_folder() / "adapter.safetensors", **specialists()}
+        shipped = {"": adapter_file(), **specialists()}
         paths = {**{key: str(path) for key, path in shipped.items() if key in asks}, **paths}
     for missing in sorted(asks - set(paths)):
         title = f"packet@{missing}" if missing else "packet"

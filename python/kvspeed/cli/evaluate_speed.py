@@ -10,7 +10,19 @@ from typing import Annotated, Any
 
 import typer
 
-from kvspeed.cli.common import Debug, Device, DType, Fault, ModelName, guarded, load_model, progress, stderr, stdout
+from kvspeed.cli.common import (
+    Debug,
+    Device,
+    DType,
+    Fault,
+    ModelName,
+    guarded,
+    is_testbed,
+    load_model,
+    progress,
+    stderr,
+    stdout,
+)
 from kvspeed.cli.evaluate import AdapterFiles, Places, Seed, Split, app, carry_out, list_names, named, shard_of
 
 __all__ = ["speed", "train_swiftkv"]
@@ -150,10 +162,10 @@ def _runner(
     soft = {
         name for name in plan.methods if getattr(get_method(name.partition("@")[0], SPEED_METHODS), "adapter", False)
     }
-    if model == "testbed" and "" not in files and soft:
-        from kvspeed.testbed import testbed_folder
+    if is_testbed(model) and "" not in files and soft:
+        from kvspeed.testbed import adapter_file
 
-        files[""] = str(testbed_folder() / "adapter.safetensors")
+        files[""] = str(adapter_file())
     read = {name: PacketAdapter.load(path, network) for name, path in files.items()}
     for name in sorted(soft):
         source = name.partition("@")[2] or name

@@ -121,8 +121,7 @@ def train_adapter(
     soft = _adapter(network, adapter, header, trailer, seed)
     if init == "preamble" and adapter is None:
         begin_with_preamble(soft, network, tokenizer)
-    begun = (out / "checkpoint.safetensors").is_file()
-    if begun and resume:
+    if resume and (out / "checkpoint.safetensors").is_file():
         stderr().print(f"going on from {out / 'checkpoint.safetensors'} (--no-resume starts anew)", soft_wrap=True)
     with _advice(out), bars() as progress:
         report = train(

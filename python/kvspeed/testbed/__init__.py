@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from kvspeed.packet import PacketAdapter
 
-__all__ = ["MODEL_NAME", "load_testbed", "load_tuned", "specialists", "testbed_folder"]
+__all__ = ["MODEL_NAME", "adapter_file", "load_testbed", "load_tuned", "specialists", "testbed_folder"]
 
 MODEL_NAME = "kvspeed-testbed"
 
@@ -68,7 +68,16 @@ def load_testbed(*, dtype: torch.dtype | None = None, progress: bool = True) -> 
     from kvspeed.packet import PacketAdapter
 
     model, tokenizer = load_tuned(dtype=dtype, progress=progress)
-    return model, tokenizer, PacketAdapter.load(testbed_folder() / "adapter.safetensors", model)
+    return model, tokenizer, PacketAdapter.load(adapter_file(), model)
+
+
+def adapter_file() -> Path:
+    """Where the universal adapter is.
+
+    Raises:
+        FileNotFoundError: see `testbed_folder`.
+    """
+    return testbed_folder() / "adapter.safetensors"
 
 
 def specialists() -> dict[str, Path]:

@@ -38,14 +38,14 @@ class Catalogue:
         data = backend.read_small(MARK)
         if data is None and not backend.is_empty():
             data = backend.read_small(MARK)  # the mark is written first: another process may have just begun the store
+            if data is None:
+                raise ValueError(
+                    f"{backend.place} holds other things and is no packet store (it has no {MARK}): give an empty or "
+                    "new folder, or a store"
+                )
         self.exists = data is not None
         if data is not None:
             self._check_mark(data)
-        elif not backend.is_empty():
-            raise ValueError(
-                f"{backend.place} holds other things and is no packet store (it has no {MARK}): give an empty or new "
-                "folder, or a store"
-            )
 
     def _check_mark(self, data: bytes) -> None:
         try:

@@ -153,7 +153,7 @@ def train_adapter(
     plan = list(batches(contexts, batch_size, epochs, steps, seed))
     settings = {
         "samples": digest(train, held),
-        "model": f"{base_model(model).config.model_type} {model_fingerprint(model)[:16]}",  # type: ignore[union-attr]
+        "model": _name_of(model) if place is not None else "",  # reads all weights, for a checkpoint's sake only
         **dict(loss=loss, lr=lr, warmup=warmup, batch_size=batch_size, steps=len(plan), evaluate_every=evaluate_every),
         **dict(max_new_tokens=max_new_tokens, top=top, k=k, dtype=dtype, seed=seed, patience=patience),
         "soft tokens": [adapter.header.shape[0], adapter.trailer.shape[0]],
@@ -369,6 +369,11 @@ class _Run:
     def _tell(self, what: str, done: int, total: int, record: StepRecord | None) -> None:
         if self.progress is not None:
             self.progress(what, done, total, record)
+
+
+def _name_of(model: nn.Module) -> str:
+    """The kind of a model and the beginning of its weights' fingerprint."""
+    return f"{base_model(model).config.model_type} {model_fingerprint(model)[:16]}"  # type: ignore[union-attr]
 
 
 def _rate(step: int, steps: int, lr: float, warmup: int) -> float:
