@@ -20,7 +20,7 @@ import torch
 from gpu_backend import active
 from gpu_clock import Run, cases
 from kvspeed.eval.measure import cache_bytes
-from kvspeed.patch import state_of
+from kvspeed.state import state_of
 from transformers import LlamaConfig, LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 

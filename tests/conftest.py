@@ -101,7 +101,8 @@ def smollm2(_smollm2_loaded) -> Iterator[tuple[torch.nn.Module, object]]:
     """(model, tokenizer): the real SmolLM2-135M-Instruct in float32, loaded once a session, unpatched after a test."""
     model, tokenizer = _smollm2_loaded
     yield model, tokenizer
-    from kvspeed import patch, unpatch_model
+    from kvspeed import unpatch_model
+    from kvspeed.state import state_of
 
-    if patch.state_of(model) is not None:
+    if state_of(model) is not None:
         unpatch_model(model)

@@ -10,8 +10,8 @@ import kvspeed
 import pytest
 import transformers
 from cli_tools import refused, run, save_model
-from kvspeed.patch import state_of
 from kvspeed.speed.choice import DepthChoice, remembered_choice
+from kvspeed.state import state_of
 
 FEW = ("--tasks", "niah:chunks=1,copying", "--samples", "2", "--max-new-tokens", "2", "--confidence", "0")
 

@@ -16,8 +16,8 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from kvspeed import KVCache, Segment, devices, hooks, patch_model
 from kvspeed.models import base_model, cache_argument
 from kvspeed.packet.assemble import _layers_on
-from kvspeed.patch import state_of
 from kvspeed.speed import prompt_kv
+from kvspeed.state import state_of
 from packet_tools import random_packet
 from tiny_models import tiny_config, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from cli_tools import save_tokenizer
 from kvspeed.eval.diagnose_prompts import CATEGORIES, TextPrompt, builtin_prompts, read_prompts, token_prompts
-from kvspeed.packet.prompt import prompt_ids
+from kvspeed.prompt import prompt_ids
 from transformers import AutoTokenizer
 
 

@@ -44,7 +44,7 @@ def test_a_question_over_a_cache_equals_the_flop_counter():
 def test_prefill_to_depth_k_does_only_the_work_of_the_formula(past):
     """The linear layers that really run under SPEED, counted by hooks, are those of the formula."""
     from kvspeed import KVCache, patch_model
-    from kvspeed.patch import state_of
+    from kvspeed.state import state_of
 
     model = patch_model(tiny_model("llama", layers=6), k=4)
     shape, state = ModelShape.of(model), state_of(model)

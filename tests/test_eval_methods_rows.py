@@ -7,7 +7,8 @@ import pytest
 import torch
 from kvspeed.eval.methods import Block, Context
 from kvspeed.eval.methods.rows import recompute
-from kvspeed.patch import patch_model, state_of, unpatch_model
+from kvspeed.patch import patch_model, unpatch_model
+from kvspeed.state import state_of
 from packet_tools import random_text, tiny_tokenizer
 from tiny_models import tiny_model
 

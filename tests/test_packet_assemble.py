@@ -8,8 +8,9 @@ import gc
 import pytest
 import torch
 from kvspeed import KVCache, Segment, patch_model, speed_mask, unpatch_model
+from kvspeed.install import patched
 from kvspeed.packet import PacketAdapter, assemble, build_packet, build_preamble
-from kvspeed.patch import patched, state_of
+from kvspeed.state import state_of
 from packet_tools import (
     block_mask,
     cached_logits,

@@ -8,7 +8,7 @@ import torch
 from kvspeed import patch_model, unpatch_model
 from kvspeed.fingerprint import model_fingerprint
 from kvspeed.packet import PacketAdapter, build_packet, build_preamble
-from kvspeed.patch import state_of
+from kvspeed.state import state_of
 from packet_tools import CHAT_TEMPLATE, assert_same_packet, random_text, tiny_tokenizer
 from tiny_models import tiny_model
 

@@ -118,7 +118,7 @@ def test_a_model_that_is_not_patched() -> None:
     packets = [build_packet(model, TOKENIZER, text) for text in documents()]
     wanted = kvspeed.generate(speedy("llama", 3), TOKENIZER, "w9 w8", packets, max_new_tokens=5, eos_token_id=600)
     assert kvspeed.generate(model, TOKENIZER, "w9 w8", packets, k=3, max_new_tokens=5, eos_token_id=600) == wanted
-    assert kvspeed.patch.state_of(model) is None
+    assert kvspeed.state.state_of(model) is None
 
 
 def test_a_packet_that_occurs_twice_stays_one() -> None:

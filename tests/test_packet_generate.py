@@ -12,7 +12,7 @@ import torch
 from kvspeed import generate, patch_model, speed_mask, unpatch_model
 from kvspeed.packet import PacketAdapter, build_packet, build_preamble, prompt_ids
 from kvspeed.packet import generate as package_generate
-from kvspeed.patch import state_of
+from kvspeed.state import state_of
 from packet_tools import CHAT_TEMPLATE, block_mask, embed, masked_logits, packet_embeds, random_text, tiny_tokenizer
 from tiny_models import tiny_model
 from transformers import LogitsProcessor

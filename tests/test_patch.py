@@ -14,7 +14,8 @@ import pytest
 import torch
 import transformers
 from kvspeed import SpeedSpec
-from kvspeed.patch import patched, state_of
+from kvspeed.install import patched
+from kvspeed.state import state_of
 from speed_tools import (
     CACHE,
     LAYERS,

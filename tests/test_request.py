@@ -12,8 +12,9 @@ from typing import Any
 import kvspeed
 import pytest
 import torch
-from kvspeed.patch import at_depth, patched, state_of
+from kvspeed.install import patched
 from kvspeed.rule import SpeedSpec
+from kvspeed.state import at_depth, state_of
 from speed_tools import (
     CACHE,
     LAYERS,

@@ -18,7 +18,7 @@ from kvspeed import graph
 from kvspeed.models import base_model, cache_argument
 from kvspeed.ops.attention import covers
 from kvspeed.packet import assemble, build_packet
-from kvspeed.patch import state_of
+from kvspeed.state import state_of
 from packet_tools import cached_logits, random_text, tiny_tokenizer
 from tiny_models import tiny_model
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 import transformers
 from kvspeed import Sample, SpeedSpec
-from kvspeed.patch import at_depth, state_of
 from kvspeed.speed import auto, trial
 from kvspeed.speed.auto import choose_depth, sample_ids, word_f1
 from kvspeed.speed.choice import (
@@ -26,6 +25,7 @@ from kvspeed.speed.choice import (
     remembered_choice,
 )
 from kvspeed.speed.trial import answers_at
+from kvspeed.state import at_depth, state_of
 from kvspeed.tuned import remember_spec
 from packet_tools import CHAT_TEMPLATE, random_text, tiny_tokenizer
 from speed_tools import LAYERS, K, answer, fresh, ids_of, plain, poison  # noqa: F401

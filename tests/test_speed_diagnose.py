@@ -13,9 +13,9 @@ from typing import Any
 import kvspeed
 import pytest
 import torch
-from kvspeed.patch import state_of
 from kvspeed.speed import diagnose as module
 from kvspeed.speed.diagnose import METRICS, Diagnosis, Measured, TokenPrompt, diagnose
+from kvspeed.state import state_of
 from speed_tools import LAYERS, answer, close, fresh, ids_of, speedy
 from test_speed_probe import by_outputs, eager
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 import transformers
 from kvspeed import graph
-from kvspeed.patch import state_of
 from kvspeed.rule import SpeedSpec
+from kvspeed.state import state_of
 from kvspeed.tuned import remember_spec
 from speed_tools import (
     CACHE,

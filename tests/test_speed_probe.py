@@ -13,8 +13,8 @@ import kvspeed
 import pytest
 import torch
 from kvspeed.models import attention_modules
-from kvspeed.patch import state_of
 from kvspeed.speed.probe import PromptAttention, probing, prompt_attention, turning_angle
+from kvspeed.state import state_of
 from speed_tools import CACHE, LAYERS, answer, close, fresh, ids_of, plain, speedy
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -17,7 +17,7 @@ from kvspeed.packet import PacketAdapter
 from kvspeed.packet.train import checkpoint as checkpoint_module
 from kvspeed.packet.train.batches import batches, split
 from kvspeed.packet.train.contexts import contexts_of
-from kvspeed.patch import state_of
+from kvspeed.state import state_of
 from train_tools import asked_model, random_samples
 
 QUICK = {"max_new_tokens": 3, "batch_size": 4, "lr": 0.1, "top": 16}

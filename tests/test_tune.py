@@ -16,9 +16,9 @@ import kvspeed
 import pytest
 import torch
 from kvspeed.packet import PacketAdapter
-from kvspeed.patch import state_of
 from kvspeed.rule import SpeedSpec
 from kvspeed.speed import load_tuned, tune
+from kvspeed.state import state_of
 from kvspeed.tuned import remembered_spec
 from train_tools import asked_model, random_samples
 

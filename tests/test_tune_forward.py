@@ -10,10 +10,10 @@ from typing import Any
 import kvspeed
 import pytest
 import torch
+from kvspeed.install import patched
 from kvspeed.packet import PacketAdapter
 from kvspeed.packet.train.contexts import Context
 from kvspeed.packet.train.teacher import Answer
-from kvspeed.patch import patched
 from kvspeed.rule import SpeedSpec
 from kvspeed.speed.tuning.forward import Learner
 from kvspeed.speed.tuning.items import Item, item_rows, micro_batches

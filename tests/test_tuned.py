@@ -14,7 +14,7 @@ import torch
 import transformers
 from kvspeed import SpeedSpec
 from kvspeed.fingerprint import model_fingerprint
-from kvspeed.patch import state_of
+from kvspeed.state import state_of
 from kvspeed.tuned import SPEC_FILE, read_spec, remember_spec, remembered_spec, write_spec
 from speed_tools import LAYERS, K, answer, close, conversation, fresh, ids_of, oracle, plain
 from torch import nn

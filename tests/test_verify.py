@@ -8,7 +8,8 @@ import dataclasses
 import kvspeed
 import pytest
 import torch
-from kvspeed import attention, gate, packet, patch, plan, rope
+from kvspeed import attention, gate, packet, plan, rope
+from kvspeed.state import state_of
 from tiny_models import random_ids, tiny_model
 
 
@@ -22,7 +23,7 @@ def test_passes_on_every_architecture(architecture: str) -> None:
     assert report.ok, str(report)
     assert [check.name[:3] for check in report.checks] == ["(a)", "(b)", "(c)", "(d)"]
     assert max(check.error for check in report.checks) < 1e-3
-    assert patch.state_of(model) is None
+    assert state_of(model) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -54,12 +55,12 @@ def test_passes_with_scaled_rope(rope_parameters: dict[str, object]) -> None:
 def test_leaves_the_patch_and_the_mode_as_they_were() -> None:
     model = tiny_model("llama")
     kvspeed.patch_model(model, 4, anchor_tokens=2, boundary="keep")
-    spec = patch.state_of(model).spec
+    spec = state_of(model).spec
     ids = random_ids(20)
     before = model.generate(ids, max_new_tokens=4, do_sample=False)
     model.train()
     assert kvspeed.verify(model).ok
-    assert model.training and patch.state_of(model).spec == spec
+    assert model.training and state_of(model).spec == spec
     model.eval()
     assert torch.equal(before, model.generate(ids, max_new_tokens=4, do_sample=False))
 
@@ -71,7 +72,7 @@ def test_a_wrong_frequency_fails_the_shift(monkeypatch: pytest.MonkeyPatch) -> N
         spec = true(model)
         return dataclasses.replace(spec, inv_freq=spec.inv_freq * 1.001)
 
-    monkeypatch.setattr(patch.RopeSpec, "from_model", wrong)
+    monkeypatch.setattr(rope.RopeSpec, "from_model", wrong)
     assert "(a)" in failed(kvspeed.verify(tiny_model("llama")))
 
 

@@ -22,7 +22,7 @@ _EXPORTS = {
     "SpeedSpec": "kvspeed.rule",
     "VerifyReport": "kvspeed.gate",
     "assemble": "kvspeed.packet",
-    "at_depth": "kvspeed.patch",
+    "at_depth": "kvspeed.state",
     "build_packet": "kvspeed.packet",
     "build_preamble": "kvspeed.packet",
     "generate": "kvspeed.packet",
@@ -30,7 +30,7 @@ _EXPORTS = {
     "read_samples": "kvspeed.samples",
     "speed_mask": "kvspeed.rule",
     "train_adapter": "kvspeed.packet.train",
-    "unpatch_model": "kvspeed.patch",
+    "unpatch_model": "kvspeed.install",
     "verify": "kvspeed.gate",
     "write_samples": "kvspeed.samples",
 }

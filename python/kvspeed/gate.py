@@ -16,12 +16,13 @@ import torch
 from torch import nn
 
 from kvspeed import ops
+from kvspeed.install import patched, unpatch_model
 from kvspeed.models import architecture, base_model, causal_lm
 from kvspeed.packet import assemble, build_preamble
-from kvspeed.patch import patch_model, patched, state_of, unpatch_model
+from kvspeed.patch import patch_model
 from kvspeed.rule import SpeedSpec, speed_mask
 from kvspeed.speed.prefill import prompt_kv
-from kvspeed.state import PatchState
+from kvspeed.state import PatchState, state_of
 
 __all__ = ["Check", "VerifyReport", "verify"]
 

@@ -27,9 +27,9 @@ from kvspeed.generation import undo_of
 from kvspeed.greedy import check_greedy, greedy_arguments, token_ids
 from kvspeed.models import attention_modules, causal_lm
 from kvspeed.ops.attention import covers
-from kvspeed.patch import PatchState, state_of
 from kvspeed.plan import DeepPlan, Keys, Plan, plan_deep
 from kvspeed.rule import SpeedSpec
+from kvspeed.state import PatchState, state_of
 
 __all__ = ["DecodeStep", "generate"]
 

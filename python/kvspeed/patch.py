@@ -1,30 +1,23 @@
 # Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
-"""Patching one transformers model, in place, without copying or replacing any of its code.
-
-A patch is a set of forward hooks, an attention function registered with transformers, and a `generate` that makes the
-right cache. `unpatch_model` takes all of it away again.
-"""
+"""`patch_model`: the rule that its arguments, the config and a chosen depth make, and a patch that follows it."""
 
 from __future__ import annotations
 
-import copy
-import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from torch import nn
 
-from kvspeed import attention, generation, hooks
-from kvspeed.models import architecture, attention_modules, base_model, causal_lm, check_own_kv
+from kvspeed.install import install, unpatch_model
+from kvspeed.models import architecture, base_model, check_own_kv
 from kvspeed.request import ByTask, checked_by_task
 from kvspeed.rule import SpeedSpec
-from kvspeed.state import LOCK, PatchState, asking, at_depth, describe_spec, hook_layers, state_of
+from kvspeed.speed.auto import automatic
+from kvspeed.state import PatchState
 from kvspeed.tuned import remembered_spec
 
-__all__ = ["PatchState", "asking", "at_depth", "patch_model", "patched", "state_of", "unpatch_model"]
+__all__ = ["patch_model"]
 
 
 def patch_model(
@@ -101,67 +94,8 @@ def patch_model(
         rule = _rule(model, layers, {name: value for name, value in given.items() if value is not None})
     unpatch_model(model)
     state = PatchState(model, rule, by_task)
-    _install(model, state)
+    install(model, state)
     return model
-
-
-def unpatch_model(model: nn.Module) -> nn.Module:
-    """Take kvspeed's patch off `model`; one that is not patched stays as it is. Returns `model`."""
-    state = state_of(model)
-    if state is None:
-        return model
-    inner: Any = causal_lm(model)
-    base: Any = base_model(model)
-    for handle in state.handles:
-        handle.remove()
-    state.handles.clear()
-    state.hooked.clear()
-    if isinstance(base.layers, hooks.DepthList):
-        base.layers.__class__ = nn.ModuleList  # type: ignore[assignment]
-    for module in attention_modules(model):
-        module.config = state.config
-    state.restore_frequencies()
-    for module in [inner, base, *attention_modules(model), *base.layers]:
-        module.__dict__.pop("_kvspeed", None)
-    for name in ("generate", "prepare_inputs_for_generation"):
-        inner.__dict__.pop(name, None)
-    return model
-
-
-@contextmanager
-def patched(model: nn.Module, spec: SpeedSpec | None = None, *, force: bool = False) -> Iterator[PatchState]:
-    """`model` patched inside the block, and as before after it.
-
-    A model that is patched already stays as it is, unless `force` asks for exactly `spec`. Threads may hold a model
-    patched at once as long as they ask for the same; one that needs another patch meanwhile is refused.
-
-    Raises:
-        RuntimeError: another thread holds the model patched otherwise.
-    """
-    with LOCK:
-        state, before = state_of(model), None
-        if state is None or (force and state.spec != spec):
-            if state is not None and any(thread != threading.get_ident() for thread in state.holders):
-                raise RuntimeError(
-                    f"the model is in use by another thread with {describe_spec(state.spec)}, and this call needs "
-                    f"{describe_spec(spec)}; do one after the other"
-                )
-            before = state
-            architecture(model)
-            unpatch_model(model)
-            state = PatchState(model, spec)
-            state.temporary, state.before = True, before
-            _install(model, state)
-        state.holders.append(threading.get_ident())
-    try:
-        yield state
-    finally:
-        with LOCK:
-            state.holders.remove(threading.get_ident())
-            if state.temporary and not state.holders and state_of(model) is state:
-                unpatch_model(model)
-                if state.before is not None:
-                    _install(model, state.before)
 
 
 def _rule(model: nn.Module, layers: int, given: dict[str, Any]) -> SpeedSpec:
@@ -193,8 +127,6 @@ def _chosen(
     budget: float | None,
 ) -> tuple[SpeedSpec, dict[str, int]]:
     """The rule with the depth that is chosen for `model`, and depths by task."""
-    from kvspeed.speed.auto import automatic  # it stands on this module
-
     if given["deep_layers"] is not None:
         raise ValueError('k is "auto" and deep_layers were given too; only a depth can be chosen, so give one of them')
     fixed = {name: value for name, value in given.items() if value is not None and name != "k"}
@@ -215,29 +147,3 @@ def _depth_and_gaps(deep_layers: Iterable[int], layers: int) -> tuple[int, tuple
             )
     depth = max(layer for layer in range(layers) if layer not in given) + 1
     return depth, tuple(sorted(layer for layer in given if layer < depth))
-
-
-def _install(model: nn.Module, state: PatchState) -> None:
-    inner: Any = causal_lm(model)
-    base: Any = base_model(model)
-    modules = attention_modules(model)
-    if not modules:
-        raise ValueError(f"{type(inner).__name__} has no attention modules to patch; pass a loaded causal LM")
-    attention.register()
-    config = copy.copy(state.config)
-    config._attn_implementation = attention.NAME
-    for module in modules:
-        module.config = config
-        module._kvspeed = state
-    for module in (inner, base):
-        module._kvspeed = state
-    state.keep_frequencies()
-    add = state.handles.append
-    add(base.register_forward_pre_hook(hooks.stack_pre_hook, with_kwargs=True))
-    add(base.register_forward_hook(hooks.stack_post_hook, with_kwargs=True, always_call=True))
-    hook_layers(model, state)
-    if hasattr(inner, "generate"):
-        # Partial functions, since a method would be pickled by its name alone and come back as transformers' own.
-        inner.generate = partial(generation.generate, inner)
-        if generation.slices_inputs(inner):
-            inner.prepare_inputs_for_generation = partial(generation.prepare_inputs, inner)

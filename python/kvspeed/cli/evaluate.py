@@ -204,7 +204,7 @@ def sinks(
     from kvspeed.eval.report import write_text
     from kvspeed.eval.sinks import attention_profile
     from kvspeed.eval.tasks import TaskSpec
-    from kvspeed.patch import unpatch_model
+    from kvspeed.install import unpatch_model
 
     _check_matplotlib()
     asked = TaskSpec.parse(task).load(samples, seed=seed, split=split)

@@ -106,7 +106,7 @@ class _Job:
         """Refuses a text that is longer than the model."""
         from kvspeed.eval.compare import document_text
         from kvspeed.packet.build import max_positions
-        from kvspeed.packet.prompt import encode
+        from kvspeed.prompt import encode
 
         length = len(encode(self.tokenizer, document_text(text.text), "text"))
         length += self.adapter.tokens if self.adapter is not None else 0

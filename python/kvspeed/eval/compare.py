@@ -17,9 +17,10 @@ from kvspeed.data import Document, Question
 from kvspeed.eval.flops import ModelShape, decode_flops, prefill_flops
 from kvspeed.eval.measure import Generation, interleaved, median_of, timed_generate
 from kvspeed.eval.score import contains
+from kvspeed.install import unpatch_model
 from kvspeed.models import base_model
 from kvspeed.packet import Packet, PacketAdapter, build_packet, generate, prompt_ids
-from kvspeed.patch import patch_model, unpatch_model
+from kvspeed.patch import patch_model
 from kvspeed.samples import INSTRUCTION, SEPARATOR, document_text
 
 __all__ = ["INSTRUCTION", "METHODS", "SEPARATOR", "Comparison", "MethodResult", "document_text"]

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvspeed.packet.prompt import encode, prompt_ids
+from kvspeed.prompt import encode, prompt_ids
 from kvspeed.speed.diagnose import TokenPrompt
 
 __all__ = ["CATEGORIES", "TextPrompt", "builtin_prompts", "read_prompts", "token_prompts"]

@@ -23,8 +23,9 @@ from kvspeed.eval.methods import SPEED_METHODS, Context, get_method
 from kvspeed.eval.methods.prompt import PromptMethod
 from kvspeed.models import base_model, cache_argument
 from kvspeed.packet.build import max_positions
-from kvspeed.packet.prompt import preamble_ids
-from kvspeed.patch import patch_model, state_of
+from kvspeed.patch import patch_model
+from kvspeed.prompt import preamble_ids
+from kvspeed.state import state_of
 
 __all__ = ["Answerer", "evaluate", "harness_model"]
 

@@ -20,9 +20,9 @@ from kvspeed.models import base_model, causal_lm
 from kvspeed.packet import PacketAdapter, prompt_ids
 from kvspeed.packet.adapter import input_embedding
 from kvspeed.packet.build import evaluating
-from kvspeed.packet.prompt import encode
-from kvspeed.patch import state_of
+from kvspeed.prompt import encode
 from kvspeed.samples import INSTRUCTION, SEPARATOR, Sample, document_text
+from kvspeed.state import state_of
 
 __all__ = ["Profile", "attention_profile"]
 

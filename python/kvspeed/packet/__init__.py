@@ -6,8 +6,8 @@ from kvspeed.packet.assemble import assemble
 from kvspeed.packet.build import build_packet, build_preamble, build_single
 from kvspeed.packet.generate import GenerateStats, generate
 from kvspeed.packet.packet import Packet
-from kvspeed.packet.prompt import PromptIds, prompt_ids
 from kvspeed.packet.tensorfile import TensorFileError
+from kvspeed.prompt import PromptIds, prompt_ids
 
 __all__ = [
     "GenerateStats",

@@ -18,9 +18,9 @@ from kvspeed.packet.belongs import check_blocks
 from kvspeed.packet.build import max_positions, rope_of
 from kvspeed.packet.packet import Packet
 from kvspeed.packet.quantise import one_scaled_dtype
-from kvspeed.patch import state_of
 from kvspeed.rope import RopeSpec, float32_rope_buffers
 from kvspeed.segment import Segment, SegmentList
+from kvspeed.state import state_of
 
 __all__ = ["assemble", "lay_out"]
 

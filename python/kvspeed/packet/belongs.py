@@ -14,7 +14,7 @@ from kvspeed.models import architecture, base_model, causal_lm
 from kvspeed.packet.build import rope_of
 from kvspeed.packet.packet import Packet
 from kvspeed.packet.rotation import describe_rotation, rotation_difference
-from kvspeed.patch import state_of
+from kvspeed.state import state_of
 
 __all__ = ["check_blocks"]
 

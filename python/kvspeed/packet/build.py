@@ -18,11 +18,11 @@ from kvspeed.packet.packet import Packet
 from kvspeed.packet.press.base import kept_tokens
 from kvspeed.packet.press.bridge import as_press
 from kvspeed.packet.press.record import Recorder
-from kvspeed.packet.prompt import chat_parts, encode, preamble_ids
 from kvspeed.packet.rotation import describe_rotation
-from kvspeed.patch import state_of
+from kvspeed.prompt import chat_parts, encode, preamble_ids
 from kvspeed.rope import RopeSpec
 from kvspeed.speed.prefill import prompt_kv
+from kvspeed.state import state_of
 
 __all__ = ["build_packet", "build_preamble", "build_single", "stored_depth"]
 

@@ -16,14 +16,15 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from kvspeed import graph
 from kvspeed.cache import KVCache
 from kvspeed.fingerprint import model_fingerprint
+from kvspeed.install import patched
 from kvspeed.models import base_model, causal_lm
 from kvspeed.packet.assemble import lay_out, pad_id
 from kvspeed.packet.belongs import check_blocks
 from kvspeed.packet.build import build_preamble, evaluating, max_positions
 from kvspeed.packet.packet import Packet
-from kvspeed.packet.prompt import Preamble, PromptIds, prompt_ids
-from kvspeed.patch import at_depth, patched, state_of
+from kvspeed.prompt import Preamble, PromptIds, prompt_ids
 from kvspeed.rule import SpeedSpec
+from kvspeed.state import at_depth, state_of
 
 __all__ = ["GenerateStats", "generate"]
 
@@ -83,7 +84,7 @@ def generate(
 
     The prompt is [preamble][packet 1]...[packet N][question]. With a chat template, the preamble is by default what the
     template puts before the user's words, and the question is followed by what it puts after them, so that documents
-    and question form the user's turn; see `kvspeed.packet.prompt.prompt_ids`, which gives the exact ids. The default
+    and question form the user's turn; see `kvspeed.prompt.prompt_ids`, which gives the exact ids. The default
     preamble's KV is computed once and kept with the model.
 
     The model may be patched, with or without a k, or not: then it is patched for the length of this call. Decoding is

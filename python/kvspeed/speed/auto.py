@@ -25,8 +25,9 @@ from typing import Any
 from torch import nn
 
 from kvspeed.fingerprint import model_fingerprint
+from kvspeed.install import patched
 from kvspeed.models import architecture, base_model
-from kvspeed.patch import patched
+from kvspeed.prompt import encode, prompt_ids
 from kvspeed.rule import SpeedSpec
 from kvspeed.samples import INSTRUCTION, SEPARATOR, Sample, document_text
 from kvspeed.speed.choice import DepthChoice, TaskDepth, least_samples, remember_choice, remembered_choice
@@ -200,8 +201,6 @@ def automatic(
 
 def sample_ids(tokenizer: Any, sample: Sample, chat_template_kwargs: dict[str, Any] | None = None) -> tuple[int, ...]:
     """The prompt of a sample in token ids, every document tokenised alone: what all methods of an evaluation see."""
-    from kvspeed.packet.prompt import encode, prompt_ids  # packets stand on this package
-
     around = prompt_ids(
         tokenizer,
         sample.question,

@@ -12,9 +12,10 @@ from torch import nn
 from kvspeed import ops
 from kvspeed.cache import KVCache
 from kvspeed.devices import layer_devices
+from kvspeed.install import patched
 from kvspeed.models import base_model
-from kvspeed.patch import patched, state_of
 from kvspeed.rule import SpeedSpec
+from kvspeed.state import state_of
 
 __all__ = ["PromptKV", "prompt_kv"]
 

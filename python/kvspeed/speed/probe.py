@@ -21,8 +21,8 @@ from torch import nn
 from transformers.modeling_utils import AttentionInterface
 
 from kvspeed import attention
+from kvspeed.install import patched
 from kvspeed.models import attention_modules, base_model
-from kvspeed.patch import patched
 
 __all__ = ["PromptAttention", "Recorder", "probing", "prompt_attention", "turning_angle"]
 

@@ -21,13 +21,13 @@ from kvspeed.greedy import token_ids
 from kvspeed.models import architecture, base_model, cache_argument, causal_lm
 from kvspeed.packet import Packet, PacketAdapter, build_packet, build_preamble, prompt_ids
 from kvspeed.packet.build import evaluating, max_positions, rope_of
-from kvspeed.packet.prompt import encode
-from kvspeed.patch import state_of
+from kvspeed.prompt import encode
 from kvspeed.rope import float32_rope_buffers
 from kvspeed.rule import SpeedSpec
 from kvspeed.samples import INSTRUCTION, SEPARATOR, document_text
 from kvspeed.segment import Segment
 from kvspeed.speed.prefill import prompt_kv
+from kvspeed.state import state_of
 
 __all__ = ["Block", "Context"]
 

@@ -13,7 +13,7 @@ from kvspeed.eval.flops import prefill_flops
 from kvspeed.eval.methods.base import Context
 from kvspeed.eval.methods.prompt import PromptMethod
 from kvspeed.eval.upper import UpperRows, own_kv
-from kvspeed.patch import patched
+from kvspeed.install import patched
 
 __all__ = ["Pop", "rows_flops"]
 

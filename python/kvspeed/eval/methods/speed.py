@@ -14,8 +14,8 @@ from kvspeed.eval.flops import prefill_flops
 from kvspeed.eval.methods.base import Context, Prepared
 from kvspeed.eval.methods.packet import PacketMethod
 from kvspeed.eval.methods.prompt import PromptMethod
+from kvspeed.install import patched
 from kvspeed.packet.assemble import lay_out
-from kvspeed.patch import patched
 from kvspeed.rule import SpeedSpec
 from kvspeed.tuned import remembered_spec
 

@@ -13,7 +13,7 @@ from kvspeed.eval.methods.base import Context
 from kvspeed.eval.methods.pop import rows_flops
 from kvspeed.eval.methods.prompt import PromptMethod
 from kvspeed.eval.swiftkv.weights import SwiftKV
-from kvspeed.patch import patched
+from kvspeed.install import patched
 
 __all__ = ["SwiftKVMethod"]
 

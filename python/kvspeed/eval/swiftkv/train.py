@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 from kvspeed.eval.swiftkv.weights import SwiftKV
+from kvspeed.install import patched
 from kvspeed.models import base_model
 from kvspeed.packet.build import max_positions
 from kvspeed.packet.train.batches import batches, split
@@ -25,7 +26,6 @@ from kvspeed.packet.train.blocks import frozen, logits_of
 from kvspeed.packet.train.contexts import contexts_of
 from kvspeed.packet.train.report import StepRecord, TrainReport
 from kvspeed.packet.train.request import end_ids
-from kvspeed.patch import patched
 from kvspeed.samples import Sample, check_samples
 
 __all__ = ["train_swiftkv"]

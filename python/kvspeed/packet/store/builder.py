@@ -15,9 +15,9 @@ from kvspeed.packet.build import build_packet, max_positions
 from kvspeed.packet.outliers import tell_drowned
 from kvspeed.packet.packet import Packet
 from kvspeed.packet.press import as_press
-from kvspeed.packet.prompt import encode
 from kvspeed.packet.quantise import quantise, storage_dtype
 from kvspeed.packet.store.recipe import Recipe
+from kvspeed.prompt import encode
 
 __all__ = ["Builder"]
 

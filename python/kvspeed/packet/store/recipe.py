@@ -20,7 +20,7 @@ from kvspeed.models import base_model
 from kvspeed.packet.adapter import PacketAdapter, describe_model
 from kvspeed.packet.build import stored_depth
 from kvspeed.packet.packet import Packet
-from kvspeed.patch import state_of
+from kvspeed.state import state_of
 
 __all__ = ["FORMAT", "Recipe", "is_id", "is_recipe_name"]
 

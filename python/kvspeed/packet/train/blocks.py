@@ -20,8 +20,8 @@ from transformers import DynamicCache
 
 from kvspeed.models import base_model, cache_argument, causal_lm
 from kvspeed.packet.build import evaluating
-from kvspeed.patch import state_of
 from kvspeed.plan import Plan
+from kvspeed.state import state_of
 
 __all__ = [
     "BlockKV",

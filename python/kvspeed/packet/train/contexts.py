@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from kvspeed.packet.prompt import encode, prompt_ids
+from kvspeed.prompt import encode, prompt_ids
 from kvspeed.samples import INSTRUCTION, SEPARATOR, Sample, document_text
 
 __all__ = ["Context", "Query", "contexts_of"]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from kvspeed.packet.adapter import PacketAdapter, input_embedding
-from kvspeed.packet.prompt import prompt_ids
+from kvspeed.prompt import prompt_ids
 from kvspeed.samples import INSTRUCTION
 
 __all__ = ["begin_with_preamble"]

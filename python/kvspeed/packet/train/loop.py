@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from kvspeed.fingerprint import model_fingerprint
+from kvspeed.install import patched
 from kvspeed.models import architecture, base_model
 from kvspeed.packet.adapter import PacketAdapter
 from kvspeed.packet.train.batches import batches, digest, split
@@ -27,7 +28,6 @@ from kvspeed.packet.train.report import StepRecord, TrainReport
 from kvspeed.packet.train.request import check_numbers, check_room, depth_of, end_ids, folder_of
 from kvspeed.packet.train.student import Student
 from kvspeed.packet.train.teacher import Answer, Teacher
-from kvspeed.patch import patched
 from kvspeed.samples import Sample, check_samples
 
 __all__ = ["train_adapter"]

@@ -13,8 +13,8 @@ from kvspeed.packet.adapter import PacketAdapter
 from kvspeed.packet.build import max_positions
 from kvspeed.packet.train.contexts import Context
 from kvspeed.packet.train.processes import Processes
-from kvspeed.patch import state_of
 from kvspeed.rule import SpeedSpec
+from kvspeed.state import state_of
 
 __all__ = ["check_numbers", "check_room", "depth_of", "end_ids", "folder_of"]
 

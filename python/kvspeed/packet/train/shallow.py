@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from kvspeed.install import patched
 from kvspeed.models import base_model, cache_argument
 from kvspeed.packet.train.blocks import BlockKV, blocks_kv, join_kv, shared_cache
-from kvspeed.patch import patched
 from kvspeed.plan import DeepPlan, Keys, Plan
 from kvspeed.rule import SpeedSpec
 

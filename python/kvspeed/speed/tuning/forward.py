@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from kvspeed.install import patched
 from kvspeed.labelled import labelled_rows
 from kvspeed.models import base_model
 from kvspeed.packet.adapter import PacketAdapter, input_embedding
@@ -21,7 +22,6 @@ from kvspeed.packet.train.blocks import BlockKV, logits_of
 from kvspeed.packet.train.contexts import Context
 from kvspeed.packet.train.shallow import anchors_kv, answer_states, context_blocks_kv
 from kvspeed.packet.train.teacher import Answer
-from kvspeed.patch import patched
 from kvspeed.plan import Plan
 from kvspeed.rule import SpeedSpec
 from kvspeed.speed.tuning.items import Item, item_rows, micro_batches

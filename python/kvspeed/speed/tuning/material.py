@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from kvspeed.install import patched
 from kvspeed.packet.build import evaluating, max_positions
 from kvspeed.packet.train.batches import split
 from kvspeed.packet.train.blocks import bfloat16_products, blocks_kv, logits_of
@@ -20,7 +21,6 @@ from kvspeed.packet.train.contexts import Context, contexts_of
 from kvspeed.packet.train.processes import Processes
 from kvspeed.packet.train.shallow import answer_states
 from kvspeed.packet.train.teacher import Answer, Teacher
-from kvspeed.patch import patched
 from kvspeed.samples import Sample, check_samples, read_samples
 from kvspeed.speed.tuning.items import Item, given_answers
 from kvspeed.speed.tuning.rows import Conversation, conversations_of, read_messages, rows_of

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvspeed.packet.prompt import added_bos, encode
+from kvspeed.prompt import added_bos, encode
 
 __all__ = ["Conversation", "Messages", "Row", "conversations_of", "dataset_messages", "read_messages", "rows_of"]
 

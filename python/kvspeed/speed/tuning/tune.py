@@ -14,12 +14,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from kvspeed.install import patched
 from kvspeed.models import architecture, base_model, causal_lm
 from kvspeed.packet.adapter import PacketAdapter
 from kvspeed.packet.build import evaluating
 from kvspeed.packet.train.processes import Processes
 from kvspeed.packet.train.request import end_ids, folder_of
-from kvspeed.patch import patched
 from kvspeed.rule import SpeedSpec
 from kvspeed.speed.tuning.forward import Learner
 from kvspeed.speed.tuning.items import digest, schedule

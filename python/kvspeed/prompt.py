@@ -9,15 +9,22 @@ the assistant's header).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
-
-from kvspeed.packet.packet import Packet
+from typing import Any, Literal, Protocol, runtime_checkable
 
 __all__ = ["PromptIds", "chat_parts", "encode", "prompt_ids"]
 
 _DOCUMENTS = "@@kvspeed-documents@@"  # stands for them in the template; any text that a template leaves alone
 
-Preamble = Packet | str | Literal[False] | None
+
+@runtime_checkable
+class Block(Protocol):
+    """Something that was computed before, as a `Packet` is, and stands first."""
+
+    @property
+    def token_ids(self) -> tuple[int, ...]: ...
+
+
+Preamble = Block | str | Literal[False] | None
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,7 @@ def prompt_ids(
         return PromptIds((), encode(tokenizer, separator + question, "question"))
     head, tail = chat_parts(tokenizer, chat_template_kwargs)
     after = encode(tokenizer, separator + question + tail, "question")
-    if isinstance(preamble, Packet):
+    if isinstance(preamble, Block):
         return PromptIds(preamble.token_ids, after)
     if preamble is not None and not isinstance(preamble, str):
         raise TypeError(f"preamble: expected a Packet, a string, False or None, got {type(preamble).__name__}")
