@@ -78,7 +78,7 @@ function(kvspeed_last_line text line)
     string(STRIP "${CMAKE_MATCH_0}" found)
   else()
     string(STRIP "${text}" text)
-    string(REGEX MATCH "[^\n]*$" found "${text}")
+    string(REGEX REPLACE "^.*\n" "" found "${text}")  # CMake 3.25 refuses a REGEX MATCH of nothing
   endif()
   if(found STREQUAL "")
     set(found "it says nothing")

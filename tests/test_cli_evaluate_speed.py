@@ -157,7 +157,7 @@ def test_training_swiftkv(tmp_path, model_dir):
     ("arguments", "words"),
     [
         (["--methods", "speed"], "speed needs a depth: give --k"),
-        (["--methods", "sped", "--k", "2"], "method: 'sped' is not known; known are full, speed-<n>"),
+        (["--methods", "sped", "--k", "2"], "method: 'sped' is not known (did you mean speed-<n>?)"),
         (["--methods", "speed", "--k", "2,x"], "--k: got 'x'"),
         (["--methods", "speed", "--k", "9"], "k: is 9 and the model has 3 layers"),
         (["--methods", "packet+speed", "--k", "2"], "packet+speed-2 needs a trained adapter"),

@@ -384,7 +384,7 @@ def test_packets_of_depth_k_are_packets_under_speed():
         ("pop-0", "k: is 0"),
         ("swiftkv-0", "k: is 0"),
         ("swiftkv-3-share0", "share: is 0"),
-        ("speed", "'speed' is not known; known are full, speed-<n>"),
+        ("speed", r"'speed' is not known \(did you mean speed-<n>\?\); known are full, speed-<n>"),
     ],
 )
 def test_wrong_names(name, words):
