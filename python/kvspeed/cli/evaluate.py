@@ -254,7 +254,7 @@ def _load(
     if is_testbed(model):
         from kvspeed.testbed import adapter_file, specialists
 
-        shipped = {"": adapter_file(), **specialists()}
+        shipped = {"": adapter_file(speed=model == "testbed-speed"), **specialists()}
         paths = {**{key: str(path) for key, path in shipped.items() if key in asks}, **paths}
     for missing in sorted(asks - set(paths)):
         title = f"packet@{missing}" if missing else "packet"

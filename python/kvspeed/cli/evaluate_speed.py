@@ -165,7 +165,7 @@ def _runner(
     if is_testbed(model) and "" not in files and soft:
         from kvspeed.testbed import adapter_file
 
-        files[""] = str(adapter_file())
+        files[""] = str(adapter_file(speed=model == "testbed-speed"))
     read = {name: PacketAdapter.load(path, network) for name, path in files.items()}
     for name in sorted(soft):
         source = name.partition("@")[2] or name

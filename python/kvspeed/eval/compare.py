@@ -23,7 +23,7 @@ from kvspeed.packet import Packet, PacketAdapter, build_packet, generate, prompt
 from kvspeed.patch import patch_model
 from kvspeed.samples import INSTRUCTION, SEPARATOR, document_text
 
-__all__ = ["INSTRUCTION", "METHODS", "SEPARATOR", "Comparison", "MethodResult", "document_text"]
+__all__ = ["INSTRUCTION", "METHODS", "SEPARATOR", "Comparison", "MethodResult", "Tuned", "document_text"]
 
 FULL, CONCAT, PACKETS, SPEED, BOTH = METHODS = (
     "full recompute",
@@ -32,6 +32,14 @@ FULL, CONCAT, PACKETS, SPEED, BOTH = METHODS = (
     "SPEED",
     "packets + SPEED",
 )
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The same model, tuned for SPEED, and soft tokens for its packets; both unpatched."""
+
+    model: Any
+    adapter: PacketAdapter
 
 
 @dataclass
@@ -81,6 +89,7 @@ class Comparison:
         adapter: trained soft tokens; None: untrained ones, from embedding statistics.
         header: untrained soft tokens before each document.
         trailer: the same after it.
+        tuned: what the rows with SPEED run with, where weights were tuned for it.
         max_new_tokens: the most tokens of an answer.
 
     Raises:
@@ -98,28 +107,36 @@ class Comparison:
         header: int = 8,
         trailer: int = 8,
         max_new_tokens: int = 24,
+        tuned: Tuned | None = None,
     ) -> None:
-        patch_model(model, k)  # raises on a wrong k or an unknown model before anything is computed
-        unpatch_model(model)
+        for network in (model, *((tuned.model,) if tuned is not None else ())):
+            patch_model(network, k)  # raises on a wrong k or an unknown model before anything is computed
+            unpatch_model(network)
         self.model, self.tokenizer, self.documents = model, tokenizer, list(documents)
         self.k: int | None = k if k < len(base_model(model).layers) else None  # type: ignore[arg-type]
         self.max_new_tokens = max_new_tokens
         if adapter is None:
             adapter = PacketAdapter.for_model(model, header=header, trailer=trailer)
         self.adapter = adapter
+        self.tuned = tuned if tuned is not None else Tuned(model, adapter)
         self.shape = ModelShape.of(model)
         self.packets: dict[str, list[Packet]] = {}
         self.build_s: dict[str, float] = {}
 
     def pack(self, advance: Callable[[str], None] = lambda what: None) -> None:
         """Builds the packets of all three packet methods; `advance` is called 3 x documents times."""
-        plans = {CONCAT: (None, None), PACKETS: (self.adapter, None), BOTH: (self.adapter, self.k)}
-        for name, (adapter, k) in plans.items():
+        plans: dict[str, tuple[Any, PacketAdapter | None, int | None]] = {
+            CONCAT: (self.model, None, None),
+            PACKETS: (self.model, self.adapter, None),
+            BOTH: (self.tuned.model, self.tuned.adapter, self.k),
+        }
+        layers = len(base_model(self.model).layers)  # type: ignore[arg-type]
+        for name, (model, adapter, k) in plans.items():
             begin = time.perf_counter()
             self.packets[name] = []
             for document in self.documents:
                 text = document_text(document.text)
-                self.packets[name].append(build_packet(self.model, self.tokenizer, text, adapter, k=k))
+                self.packets[name].append(build_packet(model, self.tokenizer, text, adapter, k=k or layers))
                 advance(document.name)
             self.build_s[name] = time.perf_counter() - begin
 
@@ -140,6 +157,7 @@ class Comparison:
                 advance(name)
         finally:
             unpatch_model(self.model)
+            unpatch_model(self.tuned.model)
         return [self._summary(name, found[name], questions) for name in METHODS]
 
     def _warm_up(self, question: str) -> None:
@@ -152,24 +170,25 @@ class Comparison:
         self, name: str, question: str, *, documents: int | None = None, max_new_tokens: int | None = None
     ) -> Generation:
         new = max_new_tokens or self.max_new_tokens
+        model, k = (self.tuned.model, self.k) if name in (SPEED, BOTH) else (self.model, None)
         if name == FULL:
-            unpatch_model(self.model)
+            unpatch_model(model)
         else:
-            patch_model(self.model, self.k if name in (SPEED, BOTH) else self.model.config.num_hidden_layers)
+            patch_model(model, k if k is not None else model.config.num_hidden_layers)
         if name in (FULL, SPEED):
-            result = timed_generate(self.model, lambda: self._prompt(question, documents), max_new_tokens=new)
+            result = timed_generate(model, lambda: self._prompt(question, documents), max_new_tokens=new)
             result.text = self.tokenizer.decode(result.token_ids, skip_special_tokens=True)
             return result
-        return self._answer_from_packets(question, self.packets[name][:documents], new)
+        return self._answer_from_packets(model, question, self.packets[name][:documents], new)
 
     def _prompt(self, question: str, documents: int | None) -> list[int]:
         ids = prompt_ids(self.tokenizer, question, preamble=INSTRUCTION, separator=SEPARATOR)
         texts = [token for packet in self.packets[CONCAT][:documents] for token in packet.token_ids]
         return [*ids.preamble, *texts, *ids.question]
 
-    def _answer_from_packets(self, question: str, packets: list[Packet], new: int) -> Generation:
+    def _answer_from_packets(self, model: Any, question: str, packets: list[Packet], new: int) -> Generation:
         answer, stats = generate(
-            self.model,
+            model,
             self.tokenizer,
             question,
             packets,

@@ -3,9 +3,11 @@
 adapters trained for it. Both ship with kvspeed (`data/testbed`); `bench/make_testbed.py` made them.
 
     model, tokenizer, adapter = load_testbed()
+    model, tokenizer, adapter = load_testbed(speed=True)    # tuned further, to prompts of 22 of 30 layers
+    kvspeed.patch_model(model)                              # knows its depth
 
 Untuned, a model this small answers in sentences and is often wrong, so that nothing can be seen of what packets cost or
-keep. The tuning saw full attention only, no packets.
+keep. The first tuning saw full attention only, no packets; the second, for SPEED, both.
 """
 
 from __future__ import annotations
@@ -19,10 +21,19 @@ if TYPE_CHECKING:
 
     from kvspeed.packet import PacketAdapter
 
-__all__ = ["MODEL_NAME", "adapter_file", "load_testbed", "load_tuned", "specialists", "testbed_folder"]
+__all__ = [
+    "MODEL_NAME",
+    "SPEED_MODEL_NAME",
+    "adapter_file",
+    "load_testbed",
+    "load_tuned",
+    "specialists",
+    "testbed_folder",
+]
 
-MODEL_NAME = "kvspeed-testbed"
+MODEL_NAME, SPEED_MODEL_NAME = "kvspeed-testbed", "kvspeed-testbed-speed"
 
+_LORA, _SPEED_LORA = "lora.safetensors", "speed.safetensors"
 _SPECIALIST = "adapter-"
 
 
@@ -33,7 +44,7 @@ def testbed_folder() -> Path:
         FileNotFoundError: they are not part of this installation.
     """
     folder = Path(str(resources.files("kvspeed.data"))) / "testbed"
-    if not (folder / "lora.safetensors").is_file():
+    if not (folder / _LORA).is_file():
         raise FileNotFoundError(
             f"the testbed's files are not in {folder}: install kvspeed with its data, or make them with "
             "bench/make_testbed.py"
@@ -41,8 +52,13 @@ def testbed_folder() -> Path:
     return folder
 
 
-def load_tuned(*, dtype: torch.dtype | None = None, progress: bool = True) -> tuple[Any, Any]:
+def load_tuned(*, speed: bool = False, dtype: torch.dtype | None = None, progress: bool = True) -> tuple[Any, Any]:
     """(model, tokenizer): the tuned SmolLM2, LoRA merged, frozen, in eval mode on the CPU, float32 unless asked.
+
+    Args:
+        speed: the one that was tuned for SPEED as well; its config says for which depth.
+        dtype: of the weights.
+        progress: show the download of the base model.
 
     Raises:
         FileNotFoundError: see `testbed_folder`.
@@ -51,33 +67,41 @@ def load_tuned(*, dtype: torch.dtype | None = None, progress: bool = True) -> tu
     from kvspeed.smollm2 import load_smollm2
     from kvspeed.testbed.lora import merge_lora, read_lora
 
-    tensors, _ = read_lora(testbed_folder() / "lora.safetensors")
+    updates = [read_lora(testbed_folder() / name) for name in (_LORA, *((_SPEED_LORA,) if speed else ()))]
     model, tokenizer = load_smollm2(progress=progress)
-    merge_lora(model, tensors)
-    model.config._name_or_path = MODEL_NAME
+    for tensors, _ in updates:
+        merge_lora(model, tensors)
+    model.config._name_or_path = MODEL_NAME + ("-speed" if speed else "")
+    if speed:
+        from kvspeed.rule import SpeedSpec
+        from kvspeed.tuned import remember_spec
+
+        remember_spec(model, SpeedSpec(**updates[-1][1]["speed"]))
     model.requires_grad_(False)
     return (model if dtype is None else model.to(dtype)), tokenizer
 
 
-def load_testbed(*, dtype: torch.dtype | None = None, progress: bool = True) -> tuple[Any, Any, PacketAdapter]:
-    """(model, tokenizer, adapter): `load_tuned` and the universal adapter, trained on a mixture of all tasks.
+def load_testbed(
+    *, speed: bool = False, dtype: torch.dtype | None = None, progress: bool = True
+) -> tuple[Any, Any, PacketAdapter]:
+    """(model, tokenizer, adapter): `load_tuned` and its universal adapter, trained on a mixture of all tasks.
 
     Raises:
         FileNotFoundError, SmolLM2Unavailable: see `load_tuned`.
     """
     from kvspeed.packet import PacketAdapter
 
-    model, tokenizer = load_tuned(dtype=dtype, progress=progress)
-    return model, tokenizer, PacketAdapter.load(adapter_file(), model)
+    model, tokenizer = load_tuned(speed=speed, dtype=dtype, progress=progress)
+    return model, tokenizer, PacketAdapter.load(adapter_file(speed=speed), model)
 
 
-def adapter_file() -> Path:
-    """Where the universal adapter is.
+def adapter_file(*, speed: bool = False) -> Path:
+    """Where the universal adapter is; with `speed` that of the model tuned for SPEED, for packets of its depth.
 
     Raises:
         FileNotFoundError: see `testbed_folder`.
     """
-    return testbed_folder() / "adapter.safetensors"
+    return testbed_folder() / ("speed-adapter.safetensors" if speed else "adapter.safetensors")
 
 
 def specialists() -> dict[str, Path]:
