@@ -9,7 +9,7 @@
         --tasks biography,multihop,niah,niah-multikey
     python bench/make_testbed.py look --folder build/testbed --adapter build/testbed/universal/adapter.safetensors
     kvspeed tune-speed --model testbed --k 22 --rank 8 --adapter build/testbed/universal/adapter.safetensors --out run ...
-    python bench/make_testbed.py speed --run run --folder build/testbed     # what it learned, as it ships
+    python bench/make_testbed.py speed --run RUN --folder build/testbed     # what it learned, as it ships
 
 The tuning sees full attention only, nothing of packets. Every context has several questions, which share one forward
 over its documents. State is kept every 25 steps; the same command goes on after an interruption.
