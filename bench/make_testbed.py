@@ -8,7 +8,7 @@
     kvspeed train-adapter --model build/testbed/model --out build/testbed/universal \\
         --tasks biography,multihop,niah,niah-multikey
     python bench/make_testbed.py look --folder build/testbed --adapter build/testbed/universal/adapter.safetensors
-    kvspeed tune-speed --model testbed --k 22 --rank 8 --adapter build/testbed/universal/adapter.safetensors --out run ...
+    kvspeed tune-speed --model testbed --k 22 --rank 8 --adapter build/testbed/universal/adapter.safetensors ...
     python bench/make_testbed.py speed --run RUN --folder build/testbed     # what it learned, as it ships
 
 The tuning sees full attention only, nothing of packets. Every context has several questions, which share one forward
