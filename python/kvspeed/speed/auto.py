@@ -311,4 +311,7 @@ def _reason(
         return f"no depth below {layers} keeps {', '.join(deepest)} within {budget} {sure}" + (
             f" ({'; '.join(lost)})" if lost else ""
         )
-    return f"{', '.join(deepest)} needs {k} of {layers} layers to lose at most {budget} {sure}; the others need no more"
+    need, rest = ("needs" if len(deepest) == 1 else "need"), len(deepest) < len(by_task)
+    return f"{', '.join(deepest)} {need} {k} of {layers} layers to lose at most {budget} {sure}" + (
+        "; the others need less" if rest else ""
+    )

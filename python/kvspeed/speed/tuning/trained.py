@@ -18,6 +18,7 @@ from torch import nn
 from kvspeed.fingerprint import model_fingerprint
 from kvspeed.models import base_model, causal_lm
 from kvspeed.rule import SpeedSpec
+from kvspeed.speed.choice import take_choice
 from kvspeed.tuned import read_spec, remember_spec, remembered_spec, spec_fields, write_spec
 
 __all__ = ["Trained", "load_tuned"]
@@ -87,8 +88,8 @@ class Trained:
     def save(self, folder: Path, tokenizer: Any, spec: SpeedSpec, notes: dict[str, Any]) -> None:
         """Write what `load_tuned` reads: the adapter, or the whole model, with what it was tuned for.
 
-        A LoRA's folder holds, beside peft's files, the model's configuration, so that transformers and kvspeed know
-        what it is of. Each file takes the place of an older one at once.
+        A LoRA's folder holds, beside peft's files, the model's configuration: what it is of, its depth, and what
+        `kvspeed choose-depth --save` finds. Each file takes the place of an older one at once.
         """
         before = _entry(self.model)
         remember_spec(self.model, spec)
@@ -165,6 +166,7 @@ def load_tuned(
         model = peft.PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
         model.config._name_or_path = str(folder)
         remember_spec(model, read_spec(folder))
+        take_choice(model, folder)
     spec = remembered_spec(model)
     return model.eval(), spec_fields(spec) if spec is not None else {}
 
