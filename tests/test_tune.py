@@ -111,6 +111,40 @@ def test_a_lora_is_refused_on_other_weights(tmp_path):
         load_tuned(tmp_path / "teacher")
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("kvspeed-lora.json", b"[1]", "kvspeed-lora.json is damaged"),
+        ("kvspeed-lora.json", b"\xff\xfe", "kvspeed-lora.json is damaged"),
+        ("adapter_config.json", b"[1]", "cannot be put on the model"),
+        ("adapter_config.json", b"{", "cannot be put on the model"),
+        ("adapter_model.safetensors", b"x" * 40, "cannot be put on the model"),
+    ],
+)
+def test_a_damaged_lora_leaves_the_model_as_it_was(tmp_path, file, content, message):
+    model, tokenizer = asked_model()
+    tune(model, tokenizer, random_samples(4), **QUICK, folder=tmp_path)
+    (tmp_path / file).write_bytes(content)
+    start = asked_model()[0]
+    names, before = [name for name, _ in start.named_modules()], weights(start)
+    with pytest.raises(ValueError, match=message):
+        load_tuned(tmp_path, start)
+    assert [name for name, _ in start.named_modules()] == names and same(weights(start), before)
+    assert all(weight.requires_grad for weight in start.parameters()) and not hasattr(start, "peft_config")
+    if file == "adapter_config.json":
+        with pytest.raises(ValueError, match=f"{file} is damaged"):
+            load_tuned(tmp_path)
+
+
+def test_a_tokenizer_with_several_templates_is_saved_again_and_again(tmp_path):
+    model, tokenizer = asked_model()
+    tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": "{{ messages }}"}
+    options = {**QUICK, "dev": 0.25, "evaluate_every": 1}
+    report = tune(model, tokenizer, random_samples(8), **options, folder=tmp_path)
+    assert report.best_step is not None  # written at a better look, and at the end
+    assert type(tokenizer).from_pretrained(tmp_path).chat_template == tokenizer.chat_template
+
+
 def test_a_lora_may_be_shipped_small(tmp_path):
     from kvspeed.testbed.lora import merge_lora, peft_tensors, read_lora, write_lora
 
@@ -294,6 +328,19 @@ def test_a_models_own_peft_adapter_is_trained_and_stays_on():
     assert same(weights(wrapped.unload()), before) and remembered_spec(wrapped).k == 4
 
 
+def test_a_peft_adapter_that_was_given_belongs_to_the_teacher():
+    """Distillation is from the model as it is given: at full depth nothing is to be learned, in a row or a context."""
+    import peft
+
+    model, tokenizer = asked_model()
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    wrapped = peft.get_peft_model(model, config)
+    options = {**QUICK, "k": None, "loss": "kl", "top": None, "steps": 2, "warmup": 0}
+    report = tune(wrapped, tokenizer, [*random_samples(1), *chats(2)], **options)
+    assert abs(report.records[0].loss) < 1e-4
+    assert all(weight.abs().max() > 0 for name, weight in wrapped.named_parameters() if "lora_B" in name)
+
+
 @pytest.mark.parametrize("option", ["anchor_tokens", "upper_attention", "k"])
 def test_ablations_are_other_runs(option):
     """No anchor, SelfOnly and the control see other things, and so learn something else."""
@@ -374,6 +421,14 @@ def test_refuses(change, message):
     with pytest.raises(ValueError, match=message):
         tune(model, tokenizer, random_samples(4), **{**QUICK, **change})
     assert same(weights(model), before) and state_of(model) is None
+
+
+@pytest.mark.parametrize("name", ["lr", "adapter_lr", "alpha", "clip", "packet_share", "seed"])
+@pytest.mark.parametrize("value", ["1", True])
+def test_refuses_other_types(name, value):
+    model, tokenizer = asked_model()
+    with pytest.raises(TypeError, match=f"{name}: expected an? (number|integer), got {type(value).__name__}"):
+        tune(model, tokenizer, random_samples(4), **{**QUICK, name: value})
 
 
 def test_refuses_what_does_not_fit():
