@@ -218,6 +218,22 @@ def test_goes_on_after_an_interruption(tmp_path, how):
         assert [(one.step, one.loss) for one in report.records] == [(one.step, one.loss) for one in wanted.records]
 
 
+def test_a_lora_is_not_put_on_twice(tmp_path):
+    """The model that a finished run was merged into is another one; so is one with other weights."""
+    model, tokenizer = asked_model()
+    samples = random_samples(4)
+    tune(model, tokenizer, samples, **QUICK, folder=tmp_path)
+    (tmp_path / ".saving").mkdir()  # as a kill in the midst of saving leaves it
+    for other in (model, asked_model(seed=1)[0]):
+        before = weights(other)
+        with pytest.raises(ValueError, match="is of a run with another model"):
+            tune(other, tokenizer, samples, **QUICK, folder=tmp_path)
+        assert same(weights(other), before)
+    again = asked_model()[0]
+    tune(again, tokenizer, samples, **QUICK, folder=tmp_path)
+    assert same(weights(again), weights(model)) and not (tmp_path / ".saving").exists()
+
+
 def test_another_run_is_not_gone_on_from(tmp_path):
     model, tokenizer = asked_model()
     samples = random_samples(4)
@@ -267,6 +283,28 @@ def test_no_number_ends_it_and_the_last_good_state_stays(tmp_path, dev, monkeypa
     assert not same(weights(loaded), before)
     report = tune(model, tokenizer, random_samples(8, seed=1), **{**options, "lr": 1e-3}, folder=tmp_path)
     assert report.steps == 4 and report.stopped == ""
+
+
+def test_a_dev_split_whose_loss_is_no_number_ends_it(tmp_path, monkeypatch):
+    """The checkpoint can be gone on from: it holds numbers only."""
+    from kvspeed.speed.tuning.forward import Learner
+
+    evaluate, calls = Learner.evaluate, []
+
+    def spoiled(self, items):
+        found = evaluate(self, items)
+        calls.append(1)
+        found.loss = float("nan") if len(calls) == 3 else found.loss
+        return found
+
+    monkeypatch.setattr(Learner, "evaluate", spoiled)
+    options = {**QUICK, "dev": 0.25, "evaluate_every": 1, "seed": 3}
+    model, tokenizer = asked_model()
+    with pytest.raises(ValueError, match="the loss on the dev split is no number after 2 steps"):
+        tune(model, tokenizer, random_samples(8, seed=1), **options, folder=tmp_path)
+    monkeypatch.setattr(Learner, "evaluate", evaluate)
+    report = tune(model, tokenizer, random_samples(8, seed=1), **options, folder=tmp_path)
+    assert report.steps == 4 and [one.step for one in report.records if one.split == "dev"] == [0, 1, 2, 3, 4]
 
 
 def test_patience():

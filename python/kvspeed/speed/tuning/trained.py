@@ -69,6 +69,12 @@ class Trained:
             self.close(merge=False)
             raise ValueError(f"model: {problem}")
 
+    @property
+    def start(self) -> str | None:
+        """The fingerprint of the weights that a LoRA of ours is put on; None where weights of the model itself learn,
+        which a checkpoint replaces."""
+        return self.base if self.method == "lora" and not self._wrapped_before else None
+
     @contextmanager
     def original(self) -> Iterator[nn.Module]:
         """The model as it was given, for distillation on the way; call `keep_original` before training."""
@@ -103,9 +109,10 @@ class Trained:
         """
         before = _entry(self.model)
         remember_spec(self.model, spec)
-        part = folder / f".saving-{os.getpid()}"
+        part = folder / ".saving"
         try:
-            part.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(part, ignore_errors=True)  # of a run that was killed while it saved
+            part.mkdir(parents=True)
             inner: Any = self.model
             ours = self.method == "lora" and not self._wrapped_before
             inner.save_pretrained(str(part), **({"save_embedding_layers": False} if ours else {}))

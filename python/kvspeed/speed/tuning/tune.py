@@ -192,6 +192,7 @@ def tune(
     trained = Trained(model, method, rank=rank, alpha=alpha, seed=seed)
     done = False
     try:
+        settings["model"] = trained.start
         report.trained_parameters = sum(weight.numel() for weight in trained.weights.values())
         if loss == "kl" and any(item.row is not None or gradient_checkpointing or spec.gaps for item in everything):
             trained.keep_original()
