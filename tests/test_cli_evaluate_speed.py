@@ -126,7 +126,8 @@ def test_a_lora_finds_its_model(tmp_path, model_dir, network):
                 weight.add_(0.1)
     folder = tmp_path / "lora"
     lora.save_pretrained(folder)
-    (folder / "report.json").write_text('{"tokens_per_second": 7, "records": []}')
+    damaged = '"records": [], "seconds": "9", "method": 3, "peak_memory_bytes": [1], "trained_tokens": NaN'
+    (folder / "report.json").write_text(f'{{"tokens_per_second": 7, {damaged}}}')
     before = model_fingerprint(network)
     found = load_weights(folder, network)
     assert found.training == {"tokens_per_second": 7} and model_fingerprint(network) == before
