@@ -13,6 +13,8 @@ import pytest
 import torch
 from cli_tools import run
 from kvspeed import ops
+from kvspeed.cli.app import app
+from typer.main import get_command
 
 
 def test_version_and_help():
@@ -25,6 +27,20 @@ def test_version_and_help():
     assert run("fetch").exit_code == 2
     bare = run()
     assert bare.exit_code == 0 and "Usage" in bare.stdout and "doctor" in bare.stdout
+
+
+def test_help_shows_all_words_of_an_option():
+    """Words in square brackets are markup to rich, which leaves them out."""
+
+    def options(command, name):
+        for option in command.params:
+            assert "[" not in (getattr(option, "help", None) or ""), (name, option.name)
+        for below, one in getattr(command, "commands", {}).items():
+            options(one, f"{name} {below}")
+
+    options(get_command(app), "kvspeed")
+    text = " ".join(run("tune-speed", "--help").stdout.replace("│", " ").split())
+    assert "Default: 1e-3" in text
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["demo", "--help"], ["ask", "--help"]])

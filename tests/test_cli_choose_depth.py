@@ -10,6 +10,8 @@ import kvspeed
 import pytest
 import transformers
 from cli_tools import refused, run, save_model
+from kvspeed.cli.choose_depth import _samples
+from kvspeed.eval.tasks import split_specs
 from kvspeed.speed.choice import DepthChoice, remembered_choice
 from kvspeed.state import state_of
 
@@ -31,6 +33,8 @@ def test_chosen_written_and_used(folder: Path, tmp_path: Path) -> None:
     assert all(one["samples"] == 1 for one in report["held_out"])
     # A random model answers nothing right at any depth, so that it loses nothing at the least.
     assert report["k"] == 3 and "k = 3 of 6" in result.stdout and "by task: niah:chunks=1 3, copying 3" in result.stdout
+    assert "k = 3 of 6: niah:chunks=1, copying need 3 of 6 layers to lose at most 0.02 on average.\n" in result.stdout
+    assert result.stderr.count("the score at full depth is 0") == 2 and "copying: the score" in result.stderr
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     choice = remembered_choice(model)
     assert choice == DepthChoice.from_dict({k: v for k, v in report.items() if k not in ("model", "held_out")})
@@ -47,8 +51,30 @@ def test_refusals(folder: Path, tmp_path: Path) -> None:
         (("--budget", "1"), "budget: is 1.0"),
         (("--tasks", "poetry"), "there is no task 'poetry'"),
         (("--json", str(tmp_path / "none" / "a.json")), "--json: there is no folder"),
-        (("--confidence", "0.8"), "too few to show"),
+        (("--confidence", "0.8"), "a larger budget, or --confidence 0 to go by the mean"),
     ):
         assert says in refused(run("choose-depth", "--model", folder, *FEW, *arguments))
     assert "--save: writes into a model's folder" in refused(run("choose-depth", *FEW, "--save"))
     assert (folder / "config.json").read_text() == before
+
+
+def test_own_samples_keep_their_tasks_and_those_held_out_are_others(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "own.jsonl"
+    lines = [
+        {"documents": ["w1."], "question": f"{task} {n}?", "answers": ["w2"], "task": task}
+        for n in range(3)
+        for task in ("law", "code")
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    chosen, others, by_name = _samples(split_specs(f"samples:path={path}"), 2, 1, 0)
+    assert [(one.task, one.question) for one in chosen] == [
+        (task, f"{task} {n}?") for task in ("law", "code") for n in range(2)
+    ]
+    assert [one.question for one in others] == ["law 2?", "code 2?"] and set(by_name) == {"law", "code"}
+    own = ("--tasks", f"samples:path={path}", "--max-new-tokens", "2", "--confidence", "0", "--k", "3,6")
+    result = run("choose-depth", "--model", folder, *own, "--samples", "2")
+    assert result.exit_code == 0 and "by task: law 3, code 3" in result.stdout, result.stderr
+    refusal = refused(run("choose-depth", "--model", folder, *own, "--samples", "3", "--held-out", "1"))
+    assert "has 3 samples of 'law', and --samples 3 takes them all" in refusal
+    twice = f"samples:path={path},samples:path={path}:shuffle=1"
+    assert "'law' is there twice" in refused(run("choose-depth", "--model", folder, *own[2:], "--tasks", twice))

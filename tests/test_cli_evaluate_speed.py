@@ -69,6 +69,7 @@ def test_one_command_writes_everything(tmp_path, model_dir, network):
     families = "full,speed,speed-noanchor,selfonly,swiftkv,pop,packet,packet+speed"
     result = evaluated("--model", model_dir, *files, *given, "--methods", families, "--k", "1,2")
     assert "swiftkv-1 has no trained weights" in result.stderr and "swiftkv-2 has" not in result.stderr
+    assert "speed-1-noanchor has no weights of its own" in result.stderr and "pop-1 has" not in result.stderr
     found = json.loads((tmp_path / "r.json").read_text())
     names = ["full"] + [f"{f}-{k}" for f in ("speed",) for k in (1, 2)] + ["speed-1-noanchor", "speed-2-noanchor"]
     names += [f"{f}-{k}" for f in ("selfonly", "swiftkv", "pop") for k in (1, 2)] + ["packet"]
@@ -125,7 +126,8 @@ def test_a_lora_finds_its_model(tmp_path, model_dir, network):
                 weight.add_(0.1)
     folder = tmp_path / "lora"
     lora.save_pretrained(folder)
-    (folder / "report.json").write_text('{"tokens_per_second": 7, "records": []}')
+    damaged = '"records": [], "seconds": "9", "method": 3, "peak_memory_bytes": [1], "trained_tokens": NaN'
+    (folder / "report.json").write_text(f'{{"tokens_per_second": 7, {damaged}}}')
     before = model_fingerprint(network)
     found = load_weights(folder, network)
     assert found.training == {"tokens_per_second": 7} and model_fingerprint(network) == before

@@ -5,11 +5,16 @@ from __future__ import annotations
 
 import json
 
+import kvspeed
 import pytest
 from cli_tools import refused, run, save_model
 from kvspeed.cli.common import load_model
 from kvspeed.packet import PacketAdapter
 from kvspeed.samples import write_samples
+from kvspeed.speed import load_tuned
+from kvspeed.speed.choice import remembered_choice, take_choice
+from kvspeed.speed.tuning.run import Run
+from kvspeed.state import state_of
 from kvspeed.tuned import remembered_spec
 from train_tools import random_samples
 
@@ -42,7 +47,9 @@ def test_tunes_goes_on_and_is_a_model(tmp_path, model, file):
     again = run(*command)  # done already
     assert again.exit_code == 0 and "k = 3 of" in again.stdout and "2 of 2 steps on 6 samples" in again.stdout
     assert "step 2 of 2" in result.stderr and "step 2 of 2" not in again.stderr
-    assert "another speed" in refused(run(*command, "--k", 2))
+    assert "done already: no step was taken" in again.stderr and "done already" not in result.stderr
+    other = refused(run(*command, "--k", 2))
+    assert "another speed" in other and "--no-resume" in other and "resume=False" not in other
     network, _, name = load_model(str(out), None)
     assert name == "out" and remembered_spec(network).k == 3
     # its folder may be tuned further, whole, for another rule, together with an adapter
@@ -67,6 +74,25 @@ def test_tunes_goes_on_and_is_a_model(tmp_path, model, file):
     assert PacketAdapter.load(more / "adapter.safetensors", network).tokens == 16
 
 
+def test_an_interrupted_run_says_what_it_left(tmp_path, model, file, monkeypatch):
+    out = tmp_path / "out"
+    command = ["tune-speed", "--model", model, "--data", file, "--dev", 0.25, "--out", out, *QUICK]
+    step = Run._step
+
+    def once(self, learner):
+        if self.report.steps:
+            raise KeyboardInterrupt
+        step(self, learner)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "_step", once)
+        stopped = run(*command)
+    assert stopped.exit_code == 130
+    assert f"kept in {out}; the same command goes on from there" in " ".join(stopped.stderr.split("\n"))
+    again = run(*command)
+    assert again.exit_code == 0 and "2 of 2 steps" in again.stdout and "step 1 of 2" not in again.stderr
+
+
 def test_messages_and_tasks(tmp_path, model):
     file = tmp_path / "chat.jsonl"
     turns = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Hello."}]
@@ -75,6 +101,21 @@ def test_messages_and_tasks(tmp_path, model):
     result = run(*command, "--out", tmp_path / "out", *QUICK)
     assert result.exit_code == 0, (result.stderr, result.exception)
     assert "2 of 2 steps on 13 samples" in result.stdout
+
+
+def test_files_of_one_name(tmp_path, model):
+    """Samples without ids are named after their file, and files of several folders may have the same name."""
+    files = []
+    for part in ("a", "b", "dev"):
+        (tmp_path / part).mkdir()
+        files.append(tmp_path / part / "mine.jsonl")
+        lines = [{"documents": [f"w1{n} w2."], "question": f"{part}?", "answers": [f"w3{n}"]} for n in range(2)]
+        files[-1].write_text("".join(json.dumps(line) + "\n" for line in lines))
+    a, b, dev = files
+    command = ["tune-speed", "--model", model, "--data", a, "--data", b, "--dev-data", dev, "--out", tmp_path / "out"]
+    result = run(*command, *QUICK)
+    assert result.exit_code == 0, (result.stderr, result.exception)
+    assert "2 of 2 steps on 4 samples" in result.stdout
 
 
 def test_refusals(tmp_path, model, file):
@@ -92,3 +133,24 @@ def test_refusals(tmp_path, model, file):
     wrong.write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
     assert "wrong-1: has no answer to learn from" in refused(run(*base, "--data", wrong, "--dev", 0))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_chosen_depth_lies_in_the_folder_of_a_lora(tmp_path, model, file):
+    out = tmp_path / "out"
+    done = run("tune-speed", "--model", model, "--data", file, "--dev", 0.25, "--out", out, *QUICK)
+    assert done.exit_code == 0, (done.stderr, done.exception)
+    few = ["--tasks", "niah:chunks=1", "--samples", 1, "--max-new-tokens", 2, "--confidence", 0, "--k", "2,3"]
+    chosen = run("choose-depth", "--model", out, *few, "--save")
+    assert chosen.exit_code == 0, (chosen.stderr, chosen.exception)
+    network, _, _ = load_model(str(out), None)
+    state = state_of(kvspeed.patch_model(network, "auto"))
+    assert state is not None and state.spec.k == 2
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({name: one for name, one in config.items() if name != "kvspeed_auto"}))
+    base, _, _ = load_model(str(model), None)
+    base.config.kvspeed_auto = config["kvspeed_auto"]
+    network, _ = load_tuned(out, base)  # what was chosen for a model's own weights is not chosen for tuned ones
+    assert remembered_choice(network) is None
+    (out / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="is damaged"):
+        take_choice(network, out)

@@ -11,6 +11,7 @@ from kvspeed import Sample, patch_model
 from kvspeed.eval.methods import SPEED_METHODS, Context, get_method
 from kvspeed.eval.swiftkv import SwiftKV, train_swiftkv
 from kvspeed.eval.swiftkv.train import _Lesson, _rows
+from kvspeed.packet.tensorfile import write_tensor_file
 from packet_tools import CHAT_TEMPLATE, random_text, tiny_tokenizer
 from tiny_models import tiny_model
 
@@ -61,6 +62,9 @@ def test_a_file_brings_them_back(tmp_path):
         SwiftKV.load(tmp_path / "w", model_of(4))
     with pytest.raises(ValueError, match="tensors of other shapes"):
         SwiftKV.load(tmp_path / "w", tiny_model("llama", layers=5, num_key_value_heads=1))
+    write_tensor_file(tmp_path / "w", "kvspeed.swiftkv", 1, {"layers": 5}, {})
+    with pytest.raises(ValueError, match="does not say its k, share and layers"):
+        SwiftKV.load(tmp_path / "w", model)
     (tmp_path / "w").write_bytes(b"nothing")
     with pytest.raises(ValueError):
         SwiftKV.load(tmp_path / "w", model)

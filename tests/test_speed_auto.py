@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -291,6 +292,11 @@ def test_not_for_other_weights_rules_budgets_or_samples(
         kvspeed.patch_model(model, "auto", anchor_tokens=2)
     with pytest.raises(ValueError, match="was made for another budget"):
         kvspeed.patch_model(model, "auto", budget=0.1)
+    choice = remembered_choice(model)
+    remember_choice(model, replace(choice, k=9, layers=9))
+    with pytest.raises(ValueError, match="was made for another number of layers"):
+        kvspeed.patch_model(model, "auto")
+    remember_choice(model, choice)
     assert state_of(model).spec == SpeedSpec(4)  # type: ignore[union-attr]
     kvspeed.patch_model(model, "auto", tokenizer=TOKENIZER, calibration=data, budget=0.1)
     kvspeed.patch_model(model, "auto", tokenizer=TOKENIZER, calibration=samples(count=3), budget=0.1)

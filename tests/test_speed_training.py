@@ -278,11 +278,19 @@ def test_labels_without_an_answer() -> None:
         speedy("llama")(ids, attention_mask=mask, labels=labels)
 
 
-@pytest.mark.parametrize("text", ["..ppaa", "ppaa.."])
-def test_labels_on_padding_do_not_count(text: str) -> None:
-    """A short row beside a longer one, its padding labelled by a careless collator."""
+@pytest.mark.parametrize("deep", [{"k": K}, {"deep_layers": [2, 3]}])
+@pytest.mark.parametrize("text", ["..ppaa", "ppaa..", "..aapa"])
+def test_labels_on_padding_do_not_count(text: str, deep: dict[str, Any]) -> None:
+    """A short row beside a longer one, its padding labelled by a careless collator; padding predicts nothing either."""
     ids, labels, mask = batch_of([text, "ppaaaa"])
-    model = speedy("llama")
+    model = kvspeed.patch_model(fresh("llama"), **deep)
+    alone = []
+    for row, real in enumerate(mask.bool()):
+        said = labels[row : row + 1, real]
+        loss = model(ids[row : row + 1, real], labels=said).loss
+        alone.append((loss, int((said[:, 1:] != -100).sum())))
+    mean = sum(loss * count for loss, count in alone) / sum(count for _, count in alone)
+    assert abs(model(ids, attention_mask=mask, labels=labels).loss.item() - mean.item()) < 2e-5
     wanted = model(ids, attention_mask=mask, labels=labels).loss
     careless = torch.where(mask == 0, ids, labels)
     assert abs(model(ids, attention_mask=mask, labels=careless).loss.item() - wanted.item()) < 2e-5

@@ -18,6 +18,7 @@ from kvspeed.rule import SpeedSpec
 from kvspeed.speed.tuning.forward import Learner
 from kvspeed.speed.tuning.items import Item, item_rows, micro_batches
 from kvspeed.speed.tuning.rows import Row
+from kvspeed.speed.tuning.tune import _mode
 from packet_tools import block_mask, masked_logits
 from speed_tools import Token, masked, rule
 from tiny_models import ARCHITECTURES, tiny_model
@@ -131,16 +132,22 @@ def test_contexts_as_rows_are_the_same(architecture: str) -> None:
     check(architecture, SpeedSpec(K, boundary="keep"), item_of(documents=(30, 4)), by_rows=True, micro_tokens=90)
 
 
-def test_gradient_checkpointing() -> None:
-    model, item = double(), item_of()
-    reference = copy.deepcopy(model)
-    model.train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    with patched(model, SpeedSpec(K)):  # to the end of the backward pass, which runs the layers again
-        found = learned(model, SpeedSpec(K), [item], by_rows=True)
-    wanted = alone(reference, item, SpeedSpec(K))
-    wanted.backward()
-    assert found == pytest.approx(wanted.item(), rel=1e-6)
+@pytest.mark.parametrize("packets", [False, True])
+def test_gradient_checkpointing(packets: bool) -> None:
+    """The same loss and gradients: no dropout in what runs again, and contexts in packets keep their caches."""
+    model, item = double(attention_dropout=0.5), item_of()
+    item = Item(context=item.context, answers=item.answers, packets=packets)
+    adapter = PacketAdapter.for_model(model, 2, 2).double() if packets else None
+    reference, ran = copy.deepcopy(model), []
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: ran.append(1))
+    with patched(model, SpeedSpec(K)), _mode(model, True):  # to the end of the backward pass
+        found = learned(model, SpeedSpec(K), [item], by_rows=True, adapter=adapter)
+        times = len(ran)
+        assert Learner(model, SpeedSpec(K), by_rows=True, adapter=adapter).evaluate([item]).loss == found
+    assert packets or times == 2, "nothing ran again"
+    assert not any(part.training or getattr(part, "gradient_checkpointing", False) for part in model.modules())
+    wanted = learned(reference, SpeedSpec(K), [item], adapter=adapter)
+    assert found == pytest.approx(wanted, rel=1e-6)
     alike(model, reference)
 
 

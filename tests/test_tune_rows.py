@@ -82,6 +82,12 @@ def test_refusals():
         "{% for m in messages %}{% if loop.last or m['role'] != 'assistant' %}[{{ m['role'] }}]{{ m['content'] }}</s>"
         "{% else %}[{{ m['role'] }}]</s>{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
     )
+    with pytest.raises(ValueError, match="c0: the chat template does not take its first messages, 0 of 1"):
+        rows(tokenizer_of(), [("assistant", "w1")])
+    with pytest.raises(ValueError, match="c1, message 3: the tokenizer gave no tokens"):
+        rows(tokenizer_of("{% for m in messages %}{{ m.content }}{% endfor %}"), TURNS, (*TURNS[:2], ("assistant", "")))
+    with pytest.raises(ValueError, match=r"c0: the chat template does not take its first messages, 2 of 5 \(no system"):
+        rows(tokenizer_of("{{ raise_exception('no system turn') }}"), TURNS)
     with pytest.raises(ValueError, match="c0: the chat template writes earlier turns anew once message 5 is there"):
         rows(tokenizer_of(forgetful), TURNS)
 

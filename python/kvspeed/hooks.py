@@ -107,8 +107,11 @@ def lm_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     deep, labels = labelled_rows(spec, labels, mask)
     plan = Plan(cache=None, past=0, padding=None, plain_mask=True, kernels=False, deep=deep)
     kwargs.update(kvspeed_plan=plan, use_cache=False)
-    if spec.k < state.layers:  # else the last layer takes all tokens, and so does the loss
+    if spec.k < state.layers:
         kwargs["labels"] = labels.to(kwargs["labels"].device)
+    elif mask is not None:  # the last layer takes all tokens, and so does the loss; padding predicts none
+        padded = (mask == 0) | (mask.roll(1, 1) == 0)
+        kwargs["labels"] = kwargs["labels"].masked_fill(padded.to(kwargs["labels"].device), -100)
     kwargs.pop(state.cache_name, None)
     return (), kwargs
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -27,7 +28,14 @@ def choose_depth(
         str,
         typer.Option("--tasks", help="Separated by commas, as for kvspeed eval speed; samples:path=FILE for your own."),
     ] = "biography,niah,multihop,copying,arithmetic,instruction,code",
-    samples: Annotated[int, typer.Option("--samples", min=1, help="Samples of each task to choose by.")] = 60,
+    samples: Annotated[
+        int,
+        typer.Option(
+            "--samples",
+            min=1,
+            help="Samples of each task to choose by; a budget of 0.02 with a confidence of 0.8 needs 59.",
+        ),
+    ] = 60,
     held_out: Annotated[
         int, typer.Option("--held-out", min=0, help="Other samples of each task, to see what the choice costs there.")
     ] = 0,
@@ -71,8 +79,7 @@ def choose_depth(
     if json_file is not None and not json_file.parent.is_dir():
         raise Fault(f"--json: there is no folder {json_file.parent}")
     specs = split_specs(tasks)
-    by_name = {spec.text: spec for spec in specs}
-    calibration, others = _samples(specs, samples, seed, "dev"), _samples(specs, held_out, seed, "test")
+    calibration, others, by_name = _samples(specs, samples, held_out, seed)
     network, tokenizer, name = load_model(model, dtype, device)
     rule = remembered_spec(network) or SpeedSpec(len(base_model(network).layers))  # type: ignore[arg-type]
     if anchor_tokens is not None:
@@ -82,16 +89,19 @@ def choose_depth(
         "max_new_tokens": max_new_tokens or max(spec.answer_tokens for spec in specs),
         "each": _teller(),
     }
-    choice = auto.choose_depth(
-        network,
-        tokenizer,
-        calibration,
-        budget=budget,
-        confidence=confidence or None,
-        rule=rule,
-        depths=_depths(depths),
-        **options,
-    )
+    try:
+        choice = auto.choose_depth(
+            network,
+            tokenizer,
+            calibration,
+            budget=budget,
+            confidence=confidence or None,
+            rule=rule,
+            depths=_depths(depths),
+            **options,
+        )
+    except ValueError as error:  # in the words of the command line
+        raise Fault(str(error).replace("confidence=None", "--confidence 0")) from error
     found = auto.held_out(network, tokenizer, others, choice, **options) if others else []
     report = {"model": name, **choice.as_dict(), "held_out": [asdict(one) for one in found]}
     if json_file is not None:
@@ -99,13 +109,45 @@ def choose_depth(
     if config is not None:
         _write(config, {**json.loads(config.read_text(encoding="utf-8")), "kvspeed_auto": choice.as_dict()})
     _print(name, choice, found)
+    for task in dict.fromkeys(one.task for one in choice.measured if one.full == 0):
+        note = f"{task}: the score at full depth is 0, so that nothing can be lost; the depth found for it says nothing"
+        stderr().print(note, markup=False, soft_wrap=True)
 
 
-def _samples(specs: list[TaskSpec], count: int, seed: int, split: str) -> list[Sample]:
-    """Those of all tasks, each with its task's name as written."""
-    if count == 0:
-        return []
-    return [replace(one, task=spec.text) for spec in specs for one in spec.load(count, seed=seed, split=split)]
+def _samples(
+    specs: list[TaskSpec], count: int, held_out: int, seed: int
+) -> tuple[list[Sample], list[Sample], dict[str, TaskSpec]]:
+    """(samples to choose by, others, the tasks by name): `count` and `held_out` of each task.
+
+    A generated task is called as it was written. Samples of a file keep their own task's name where they have one, and
+    are taken in the file's order, the others after those to choose by.
+    """
+    chosen: list[Sample] = []
+    others: list[Sample] = []
+    by_name: dict[str, TaskSpec] = {}
+    for spec in specs:
+        if spec.name != "samples":
+            by_name[spec.text] = spec
+            chosen += [replace(one, task=spec.text) for one in spec.load(count, seed=seed, split="dev")]
+            if held_out:
+                others += [replace(one, task=spec.text) for one in spec.load(held_out, seed=seed, split="test")]
+            continue
+        groups: dict[str, list[Sample]] = {}
+        for one in spec.load(sys.maxsize, seed=seed, split="dev"):
+            name = one.task or spec.text
+            groups.setdefault(name, []).append(replace(one, task=name))
+        for name, group in groups.items():
+            if name in by_name:
+                raise Fault(f"--tasks: {name!r} is there twice; put a task's samples into one file, under one name")
+            if held_out and len(group) <= count:
+                raise Fault(
+                    f"--held-out: {spec.text} has {len(group)} samples of {name!r}, and --samples {count} takes them "
+                    "all to choose by; give fewer to --samples, or more in the file"
+                )
+            by_name[name] = spec
+            chosen += group[:count]
+            others += group[count : count + held_out]
+    return chosen, others, by_name
 
 
 def _depths(text: str) -> list[int] | None:

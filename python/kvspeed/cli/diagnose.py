@@ -10,6 +10,7 @@ import typer
 
 from kvspeed.cli.common import (
     Debug,
+    Device,
     DType,
     Fault,
     MaxNewTokens,
@@ -62,6 +63,7 @@ def diagnose(
     ] = None,
     plot: Annotated[Path | None, typer.Option("--plot", help="Write a PNG there (needs matplotlib).")] = None,
     layers: Annotated[bool, typer.Option("--layers", help="Show every layer too.")] = False,
+    device: Device = None,
     dtype: DType = None,
     debug: Debug = False,
 ) -> None:
@@ -72,7 +74,7 @@ def diagnose(
     """
     known = _outputs(json_file, plot)
     chosen = _prompts(prompts, _names(categories), samples, length, seed)
-    network, tokenizer, name = load_model(model, dtype)
+    network, tokenizer, name = load_model(model, dtype, device)
     found = _run(network, tokenizer, name, chosen, max_new_tokens, anchor_tokens, json_file, known)
     _print(found, layers)
     if json_file is not None:

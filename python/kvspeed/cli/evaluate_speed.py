@@ -29,6 +29,7 @@ __all__ = ["speed", "train_swiftkv"]
 
 TASKS = "biography,niah,multihop,copying,arithmetic,instruction,code"
 METHODS = "full,speed,cut"
+_TUNED = ("speed-", "selfonly-", "answerfirst", "packet+speed-")
 LOOPS = 64  # answers may be so long, or loops could not be seen
 
 
@@ -178,6 +179,17 @@ def _runner(
                 markup=False,
                 soft_wrap=True,
             )
+    from kvspeed.tuned import remembered_spec
+
+    if remembered_spec(network) is None:
+        for name in plan.methods:
+            if name.startswith(_TUNED) and (name.partition("@")[2] or name) not in loaded:
+                stderr().print(
+                    f"{name} has no weights of its own (--weights {name}=FOLDER): it uses those of {shown}, which were "
+                    "not tuned for SPEED",
+                    markup=False,
+                    soft_wrap=True,
+                )
     return make(
         network,
         tokenizer,
@@ -215,9 +227,9 @@ def train_swiftkv(
     from kvspeed.atomic import replacing
     from kvspeed.eval.swiftkv import SwiftKV
     from kvspeed.eval.swiftkv import train_swiftkv as train
-    from kvspeed.samples import read_samples
+    from kvspeed.samples import distinct, read_samples
 
-    asked = [sample for path in samples for sample in read_samples(path)]
+    asked = distinct(sample for path in samples for sample in read_samples(path))
     network, tokenizer, name = load_model(model, dtype, device)
     weights = SwiftKV.for_model(network, k, share)
     with progress("training") as advance:

@@ -36,7 +36,12 @@ def pack(
     model: ModelName = None,
     k: Annotated[
         int | None,
-        typer.Option("--k", help="Layers to compute and store (SPEED); the model is then asked at the same k."),
+        typer.Option(
+            "--k",
+            help="Layers to compute and store (SPEED); the model is then asked at the same k. Default: the depth that "
+            "the model was tuned for, else all.",
+            show_default=False,
+        ),
     ] = None,
     adapter: Adapter = None,
     press: Annotated[

@@ -123,7 +123,7 @@ def train_adapter(
         begin_with_preamble(soft, network, tokenizer)
     if resume and (out / "checkpoint.safetensors").is_file():
         stderr().print(f"going on from {out / 'checkpoint.safetensors'} (--no-resume starts anew)", soft_wrap=True)
-    with _advice(out), bars() as progress:
+    with advice(out), bars() as progress:
         report = train(
             network,
             tokenizer,
@@ -223,7 +223,7 @@ def _adapter(network: Any, file: Path | None, header: int | None, trailer: int |
 
 
 @contextmanager
-def _advice(out: Path) -> Iterator[None]:
+def advice(out: Path) -> Iterator[None]:
     """Says what an interruption left, and gives advice in the words of the command line."""
     try:
         yield

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from kvspeed.cli.common import Debug, Device, DType, Fault, ModelName, check_depth, guarded, load_model, stdout
-from kvspeed.cli.train_adapter import bars, generated
+from kvspeed.cli.common import Debug, Device, DType, Fault, ModelName, check_depth, guarded, load_model, stderr, stdout
+from kvspeed.cli.train_adapter import advice, bars, generated
 
 __all__ = ["tune_speed"]
 
@@ -62,7 +62,8 @@ def tune_speed(
     method: Annotated[str, typer.Option("--method", help="lora, or full for all weights.")] = "lora",
     rank: Annotated[int, typer.Option("--rank", min=1, help="Of the LoRA.")] = 16,
     alpha: Annotated[
-        float | None, typer.Option("--alpha", help="The LoRA's scale is alpha / rank. [default: 2 x rank]")
+        float | None,
+        typer.Option("--alpha", help="The LoRA's scale is alpha / rank. Default: 2 x rank.", show_default=False),
     ] = None,
     loss: Annotated[
         str, typer.Option("--loss", help="ce: the answers; kl: the model's own distribution at full depth.")
@@ -70,13 +71,21 @@ def tune_speed(
     labels: Annotated[
         str, typer.Option("--labels", help="given: the samples' answers; model: what the model writes at full depth.")
     ] = "given",
-    lr: Annotated[float | None, typer.Option("--lr", help="Highest learning rate. [default: 1e-3, full 2e-5]")] = None,
+    lr: Annotated[
+        float | None,
+        typer.Option("--lr", help="Highest learning rate. Default: 1e-3, with --method full 2e-5.", show_default=False),
+    ] = None,
     batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Answers a step.")] = 16,
     epochs: Annotated[int, typer.Option("--epochs", min=1, help="Passes over the data.")] = 1,
     steps: Annotated[int | None, typer.Option("--steps", min=1, help="Steps in all, instead of --epochs.")] = None,
     evaluate_every: Annotated[
         int | None,
-        typer.Option("--evaluate-every", min=1, help="Steps between looks at the dev split. [default: 10 looks]"),
+        typer.Option(
+            "--evaluate-every",
+            min=1,
+            help="Steps between looks at the dev split. Default: a tenth of all steps.",
+            show_default=False,
+        ),
     ] = None,
     patience: Annotated[
         int | None, typer.Option("--patience", min=1, help="Looks at the dev split without a better loss; then stop.")
@@ -139,13 +148,20 @@ def tune_speed(
     if adapter is not None and new_adapter:
         raise Fault("--new-adapter: --adapter names soft tokens already; give one of them")
     given = _data(data or [], tasks, contexts, dataset, dataset_split, limit, seed)
-    held: Any = _read(dev_data, "--dev-data") if dev_data is not None else dev
+    held: Any = _distinct(_read(dev_data, "--dev-data"), given) if dev_data is not None else dev
     network, tokenizer, name = load_model(model, dtype, device)
     check_depth(k, network)
     if name == MODEL_NAME:
         network.config._name_or_path = name  # not the folder where it lies on this machine
     soft = _adapter(network, adapter, new_adapter, seed)
-    with bars() as progress:
+    stepped = False
+
+    def tell(what: str, *seen: Any) -> None:
+        nonlocal stepped
+        stepped = stepped or what == "train"
+        progress(what, *seen)
+
+    with advice(out), bars() as progress:
         report = tune(
             network,
             tokenizer,
@@ -178,8 +194,11 @@ def tune_speed(
             folder=out,
             teacher_folder=teacher,
             resume=resume,
-            progress=progress,
+            progress=tell,
         )
+    if not stepped:
+        note = f"{out} holds this run, done already: no step was taken; --no-resume starts anew"
+        stderr().print(note, soft_wrap=True, markup=False)
     if as_json:
         facts = json.loads((out / "report.json").read_text(encoding="utf-8"))
         print(json.dumps({"model": name, "folder": str(out), **facts}, indent=2))
@@ -209,7 +228,17 @@ def _data(
         found += generated(tasks, contexts, seed)
     if dataset:
         found += dataset_messages(dataset, dataset_split, limit=limit)
-    return found
+    return _distinct(found)
+
+
+def _distinct(found: list[Any], others: list[Any] | None = None) -> list[Any]:
+    """`found`, its samples with ids of their own: those without one are named after file and line, and files of two
+    folders may have one name."""
+    from kvspeed.samples import Sample, distinct
+
+    samples, before = ([one for one in some if isinstance(one, Sample)] for some in (found, others or []))
+    renamed = iter(distinct(samples, before))
+    return [next(renamed) if isinstance(one, Sample) else one for one in found]
 
 
 def _read(file: Path, option: str) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,4 +89,12 @@ def _training(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return {name: found[name] for name in _TRAINING if name in found} if isinstance(found, dict) else {}
+    found = found if isinstance(found, dict) else {}
+    return {name: found[name] for name in _TRAINING if name in found and _fits(name, found[name])}
+
+
+def _fits(name: str, value: Any) -> bool:
+    """Whether a report can print what a file says of the training: a word for the method, else a number."""
+    if name == "method":
+        return isinstance(value, str)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -175,6 +175,7 @@ def automatic(
     samples = None if calibration is None else list(calibration)
     wanted = {
         "fingerprint": model_fingerprint(model),
+        "number of layers": len(base_model(model).layers),  # type: ignore[arg-type]
         "rule": _rule_fields(rule),
         **({} if budget is None else {"budget": budget}),
         **({} if samples is None else {"calibration": _digest(_checked_samples(samples), None, 32, None)}),
@@ -185,7 +186,8 @@ def automatic(
         if samples is None:
             raise
         known = None
-    different = [name for name, value in wanted.items() if known is not None and getattr(known, name) != value]
+    has = {**asdict(known), "number of layers": known.layers} if known is not None else {}
+    different = [name for name, value in wanted.items() if known is not None and has[name] != value]
     if known is not None and not different:
         return known
     if samples is None or tokenizer is None:
@@ -311,4 +313,7 @@ def _reason(
         return f"no depth below {layers} keeps {', '.join(deepest)} within {budget} {sure}" + (
             f" ({'; '.join(lost)})" if lost else ""
         )
-    return f"{', '.join(deepest)} needs {k} of {layers} layers to lose at most {budget} {sure}; the others need no more"
+    need, rest = ("needs" if len(deepest) == 1 else "need"), len(deepest) < len(by_task)
+    return f"{', '.join(deepest)} {need} {k} of {layers} layers to lose at most {budget} {sure}" + (
+        "; the others need less" if rest else ""
+    )

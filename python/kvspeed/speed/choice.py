@@ -7,9 +7,11 @@ transformers saves and loads it with the model.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
@@ -19,7 +21,15 @@ from kvspeed.models import causal_lm
 from kvspeed.request import ANY_TASK
 from kvspeed.rule import SpeedSpec
 
-__all__ = ["DepthChoice", "TaskDepth", "least_samples", "loss_bound", "remember_choice", "remembered_choice"]
+__all__ = [
+    "DepthChoice",
+    "TaskDepth",
+    "least_samples",
+    "loss_bound",
+    "remember_choice",
+    "remembered_choice",
+    "take_choice",
+]
 
 _FIELD = "kvspeed_auto"
 
@@ -108,6 +118,28 @@ def remember_choice(model: nn.Module, choice: DepthChoice | None) -> None:
     config: Any = causal_lm(model).config
     if choice is not None:
         setattr(config, _FIELD, choice.as_dict())
+    elif hasattr(config, _FIELD):
+        delattr(config, _FIELD)
+
+
+def take_choice(model: nn.Module, folder: Path) -> None:
+    """Put the choice of `folder`'s config.json, as `kvspeed choose-depth --save` wrote it, into `model`'s config.
+
+    Where the file holds none, `model` keeps none: what its config says was chosen for the weights it had before.
+
+    Raises:
+        ValueError: the file is no JSON.
+    """
+    config: Any = causal_lm(model).config
+    path = folder / "config.json"
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8")).get(_FIELD)
+    except FileNotFoundError:
+        fields = None
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged ({error}); tune again") from None
+    if fields is not None:
+        setattr(config, _FIELD, fields)
     elif hasattr(config, _FIELD):
         delattr(config, _FIELD)
 

@@ -175,6 +175,8 @@ class SwiftKV(nn.Module):
         """
         header, tensors = read_tensor_file(path, FORMAT, VERSION)
         layers = len(base_model(model).layers)  # type: ignore[arg-type]
+        if not {"k", "share", "layers", "trained"} <= header.keys():
+            raise ValueError(f"{path}: does not say its k, share and layers; train it anew")
         if header["layers"] != layers:
             raise ValueError(f"{path}: is for a model of {header['layers']} layers, and this one has {layers}")
         made = cls.for_model(model, header["k"], header["share"])

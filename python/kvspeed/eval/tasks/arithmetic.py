@@ -36,7 +36,7 @@ def arithmetic(
         seed: another seed, other samples; sample i of a seed does not depend on `count`.
         split: "train", "dev" or "test"; no person and no pair of numbers is in two of them.
         documents: people a sample, or the least and the most.
-        largest: number sold on a day, from 2.
+        largest: the most that is sold on a day, 20 to 10000; the least is 2.
         questions_per_context: this many samples in a row have the same documents.
 
     Raises:

@@ -53,7 +53,7 @@ def split(samples: list[Sample], dev: Any, seed: int) -> tuple[list[Sample], lis
     if dev and (count == 0 or count == len(keys)):
         raise ValueError(
             f"dev: a share of {dev} of {len(keys)} contexts leaves one side empty; give more samples, another share, "
-            "or dev=None"
+            "or 0 to hold none out"
         )
     chosen = set(keys[:count])
     held = [sample for sample in samples if sample.documents in chosen]

@@ -7,8 +7,8 @@ layers >= k take the gathered deep rows alone: the anchors, the answers and what
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -60,7 +60,8 @@ class Learner:
         adapter: soft tokens for items in packets.
         teacher: for "kl" on conversations: gives the model of which to take the distributions, inside a block.
         micro_tokens: tokens, padded, of a forward over rows.
-        by_rows: run contexts too as rows of their own (needed for gradient checkpointing).
+        by_rows: run contexts too as rows of their own, and let rows be recomputed: for gradient checkpointing, which
+            takes no cache. Contexts in packets keep theirs, and their activations.
     """
 
     def __init__(
@@ -111,8 +112,9 @@ class Learner:
             if pairs:
                 torch.autograd.backward([one for one, _ in pairs], [grad for _, grad in pairs])
         self._anchors.clear()
-        for batch in micro_batches(rows, self.micro_tokens):
-            use(*self._rows(batch))
+        with _recomputing(self.model, self.by_rows):
+            for batch in micro_batches(rows, self.micro_tokens):
+                use(*self._rows(batch))
 
     def _as_context(self, item: Item) -> bool:
         if item.context is None or (self.by_rows and not item.packets):
@@ -208,6 +210,22 @@ class Learner:
         predicted = (labels[:, 1:] != -100).to(device)
         targets = labels[:, 1:].to(device)[predicted]
         return logits_of(model, hidden[:, :-1][predicted]), targets, predicted.nonzero()[:, 0]
+
+
+@contextmanager
+def _recomputing(model: nn.Module, on: bool) -> Iterator[None]:
+    """Lets the gradient checkpointing of transformers work inside the block, if it is enabled: it asks for layers in
+    training mode. What is inside the layers stays as it is, so that no dropout enters the loss.
+    """
+    layers: Any = base_model(model).layers if on else ()
+    before = [layer.training for layer in layers]
+    try:
+        for layer in layers:
+            layer.training = True
+        yield
+    finally:
+        for layer, mode in zip(layers, before, strict=True):
+            layer.training = mode
 
 
 def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -69,8 +69,8 @@ def sides(data: Any, dev: Any, seed: int) -> tuple[Parts, Parts]:
     count = round(dev * len(order))
     if order and count in (0, len(order)):
         raise ValueError(
-            f"dev: a share of {dev} of {len(order)} conversations leaves one side empty; give more, another share, or "
-            "dev=None"
+            f"dev: a share of {dev} of {len(order)} conversations leaves one side empty; give more, another share, "
+            "or 0 to hold none out"
         )
     chosen = set(order[:count])
     held_conversations = [one for index, one in enumerate(conversations) if index in chosen]

@@ -180,7 +180,15 @@ def _row(tokenizer: Any, one: Conversation, end: Collection[int], template: dict
     bos = added_bos(tokenizer)
 
     def render(count: int, header: bool) -> str:
-        return tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=header, **template)
+        try:
+            return tokenizer.apply_chat_template(
+                messages[:count], tokenize=False, add_generation_prompt=header, **template
+            )
+        except Exception as error:  # a template raises what it likes
+            raise ValueError(
+                f"{one.id}: the chat template does not take its first messages, {count} of {len(messages)} ({error}); "
+                "leave it out, or set another template"
+            ) from error
 
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -192,10 +200,10 @@ def _row(tokenizer: Any, one: Conversation, end: Collection[int], template: dict
                 "out their reasoning), so that its answers cannot be told apart; train on its turns one by one, or set "
                 "a template that does not"
             )
-        before = encode(tokenizer, prompt[len(done) :], "messages") if prompt[len(done) :] else ()
+        before = encode(tokenizer, prompt[len(done) :], f"{one.id}, messages") if prompt[len(done) :] else ()
         if not ids and bos is not None and before[:1] != (bos,):
             before = (bos, *before)
-        reply = encode(tokenizer, whole[len(prompt) :], f"message {index + 1}")
+        reply = encode(tokenizer, whole[len(prompt) :], f"{one.id}, message {index + 1}")
         ended = next((place for place, token in enumerate(reply) if token in end), len(reply) - 1)
         ids += [*before, *reply]
         answer += [False] * len(before) + [place <= ended for place in range(len(reply))]

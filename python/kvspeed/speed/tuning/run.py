@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -150,13 +150,7 @@ class Run:
         exact = self.processes.sum(mine.exact) / self.processes.sum(mine.answers)
         norm = self._clip()
         if not math.isfinite(loss) or not math.isfinite(norm):
-            report.stopped = "not a number"
-            what = "loss" if not math.isfinite(loss) else "gradient"
-            where = "the checkpoint holds the last good state; " if self.state is not None else ""
-            raise _NotANumber(
-                f"the {what} is no number after {report.steps} steps: {where}lower lr ({choices.lr}), or train in "
-                "float32"
-            )
+            self._refuse("loss" if not math.isfinite(loss) else "gradient")
         share = _share(report.steps, len(self.plan), choices.warmup)
         for group, rate in zip(self.optimizer.param_groups, (choices.lr, choices.adapter_lr), strict=False):
             group["lr"] = rate * share
@@ -175,6 +169,15 @@ class Run:
         report.records.append(record)
         self.whole = True
         self._tell("train", report.steps, len(self.plan), record)
+
+    def _refuse(self, what: str) -> NoReturn:
+        """End the run, since `what` is no number."""
+        self.report.stopped = "not a number"
+        where = "the checkpoint holds the last good state; " if self.state is not None else ""
+        raise _NotANumber(
+            f"the {what} is no number after {self.report.steps} steps: {where}lower lr ({self.choices.lr}), or train "
+            "in float32"
+        )
 
     def _drawn(self, index: int) -> Item:
         """An item of this step, in packets or not."""
@@ -196,6 +199,8 @@ class Run:
         mine = learner.evaluate(items[self.processes.index :: self.processes.count])
         add = self.processes.sum
         loss, exact = add(mine.loss) / add(mine.labels), add(mine.exact) / add(mine.answers)
+        if not math.isfinite(loss):
+            self._refuse("loss on the dev split")
         self.report.seconds += time.perf_counter() - begin
         rate = self.report.records[-1].lr if self.report.records else 0.0
         record = TuneRecord(self.report.steps, "dev", loss, rate, self.report.seconds, 0.0, exact)

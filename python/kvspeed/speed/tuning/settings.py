@@ -79,11 +79,15 @@ class Choices:
                 raise TypeError(f"{name}: expected an integer, got {type(value).__name__}")
             if value < least:
                 raise ValueError(f"{name}: got {value}, give at least {least}")
-        for name in ("lr", "adapter_lr", "alpha", "clip"):
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise TypeError(f"seed: expected an integer, got {type(self.seed).__name__}")
+        for name in ("lr", "adapter_lr", "alpha", "clip", "packet_share"):
             value = getattr(self, name)
             if value is None and name in ("alpha", "clip"):
                 continue
-            if not 0 < value < float("inf"):
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
+            if name != "packet_share" and not 0 < value < float("inf"):
                 raise ValueError(f"{name}: got {value!r}, give a positive number")
         if not 0 <= self.packet_share <= 1:
             raise ValueError(f"packet_share: got {self.packet_share!r}, give a share between 0 and 1")

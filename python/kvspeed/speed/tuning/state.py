@@ -72,7 +72,7 @@ class State:
             header, tensors = read_tensor_file(self.path, FORMAT, VERSION)
         except TensorFileError as error:
             raise ValueError(f"{error}; or remove it to tune from the start") from error
-        kept = header["settings"]
+        kept = {"model": self.settings.get("model"), **header["settings"]}  # older files do not say it
         other = next((name for name in self.settings if kept.get(name) != self.settings[name]), None)
         if other is not None:
             raise ValueError(
@@ -81,6 +81,8 @@ class State:
             )
         if header["names"] != sorted(weights):
             raise ValueError(f"{self.path} is of a run that trained other weights; give another folder")
+        if any(tensors[f"now.{name}"].shape != weight.shape for name, weight in weights.items()):
+            raise ValueError(f"{self.path} is of a model with weights of other shapes; give another folder")
         for name, weight in weights.items():
             weight.data.copy_(tensors[f"now.{name}"])
             state = {m: tensors[f"{m}.{name}"].clone() for m in _MOMENTS if f"{m}.{name}" in tensors}

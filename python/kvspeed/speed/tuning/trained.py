@@ -18,6 +18,7 @@ from torch import nn
 from kvspeed.fingerprint import model_fingerprint
 from kvspeed.models import base_model, causal_lm
 from kvspeed.rule import SpeedSpec
+from kvspeed.speed.choice import take_choice
 from kvspeed.tuned import read_spec, remember_spec, remembered_spec, spec_fields, write_spec
 
 __all__ = ["Trained", "load_tuned"]
@@ -69,32 +70,50 @@ class Trained:
             self.close(merge=False)
             raise ValueError(f"model: {problem}")
 
+    @property
+    def start(self) -> str | None:
+        """The fingerprint of the weights that a LoRA of ours is put on; None where weights of the model itself learn,
+        which a checkpoint replaces."""
+        return self.base if self.method == "lora" and not self._wrapped_before else None
+
     @contextmanager
     def original(self) -> Iterator[nn.Module]:
-        """The model as it was before, for distillation on the way; a LoRA that was given counts as not there."""
+        """The model as it was given, for distillation on the way; call `keep_original` before training."""
         if self.method == "full":
             yield self._original
+        elif self._wrapped_before:
+            now = {name: weight.data for name, weight in self.weights.items()}
+            try:
+                for name, weight in self.weights.items():
+                    weight.data = self._first[name]
+                yield self.model
+            finally:
+                for name, weight in self.weights.items():
+                    weight.data = now[name]
         else:
             inner: Any = self.model
             with inner.disable_adapter():
                 yield self.model
 
     def keep_original(self) -> None:
-        """Make a copy for `original` where the weights themselves are trained."""
+        """Make a copy for `original` of what is trained, except of a LoRA of ours, which begins as nothing."""
         if self.method == "full":
             self._original = copy.deepcopy(self.model).requires_grad_(False)
+        elif self._wrapped_before:
+            self._first = {name: weight.detach().clone() for name, weight in self.weights.items()}
 
     def save(self, folder: Path, tokenizer: Any, spec: SpeedSpec, notes: dict[str, Any]) -> None:
         """Write what `load_tuned` reads: the adapter, or the whole model, with what it was tuned for.
 
-        A LoRA's folder holds, beside peft's files, the model's configuration, so that transformers and kvspeed know
-        what it is of. Each file takes the place of an older one at once.
+        A LoRA's folder holds, beside peft's files, the model's configuration: what it is of, its depth, and what
+        `kvspeed choose-depth --save` finds. Each file takes the place of an older one at once.
         """
         before = _entry(self.model)
         remember_spec(self.model, spec)
-        part = folder / f".saving-{os.getpid()}"
+        part = folder / ".saving"
         try:
-            part.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(part, ignore_errors=True)  # of a run that was killed while it saved
+            part.mkdir(parents=True)
             inner: Any = self.model
             ours = self.method == "lora" and not self._wrapped_before
             inner.save_pretrained(str(part), **({"save_embedding_layers": False} if ours else {}))
@@ -106,8 +125,12 @@ class Trained:
                 facts = {"base_fingerprint": self.base, "base_dtype": self.base_dtype, **notes}
                 (part / _LORA_NOTES).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
             (part / "README.md").unlink(missing_ok=True)  # a model card with nothing in it
-            for file in sorted(part.iterdir()):
-                os.replace(file, folder / file.name)
+            for file in sorted(part.rglob("*")):  # tokenizers with several templates keep them in a folder
+                place = folder / file.relative_to(part)
+                if file.is_dir():
+                    place.mkdir(exist_ok=True)
+                else:
+                    os.replace(file, place)
         finally:
             _put_entry(self.model, before)
             shutil.rmtree(part, ignore_errors=True)
@@ -147,7 +170,7 @@ def load_tuned(
     Raises:
         FileNotFoundError: the folder holds neither.
         ImportError: peft is missing.
-        ValueError: the LoRA was made for other weights.
+        ValueError: the LoRA was made for other weights, or its files are damaged; `base_model` is as before then.
     """
     from transformers import AutoModelForCausalLM
 
@@ -162,9 +185,11 @@ def load_tuned(
         peft = _peft()
         model = base_model if isinstance(base_model, nn.Module) else _base(folder, base_model, dtype)
         _check_base(folder, model)
-        model = peft.PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
+        with _unharmed(model, folder):
+            model = peft.PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
         model.config._name_or_path = str(folder)
         remember_spec(model, read_spec(folder))
+        take_choice(model, folder)
     spec = remembered_spec(model)
     return model.eval(), spec_fields(spec) if spec is not None else {}
 
@@ -198,8 +223,8 @@ def _base(folder: Path, name: nn.Module | str | Path | None, dtype: torch.dtype 
     from kvspeed import smollm2, testbed
 
     if name is None:
-        name = json.loads((folder / _LORA_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
-    if not name:
+        name = _entries(folder / _LORA_CONFIG).get("base_model_name_or_path")
+    if not name or not isinstance(name, (str, Path)):
         raise ValueError(f"{folder} does not say which model its LoRA is for; give base_model")
     if str(name) in (testbed.MODEL_NAME, "testbed"):
         return testbed.load_tuned(dtype=dtype)[0]
@@ -213,12 +238,44 @@ def _check_base(folder: Path, model: nn.Module) -> None:
     path = folder / _LORA_NOTES
     if not path.is_file():
         return
-    notes = json.loads(path.read_text(encoding="utf-8"))
+    notes = _entries(path)
     wanted, dtype = notes.get("base_fingerprint"), notes.get("base_dtype")
     if dtype == str(next(model.parameters()).dtype) and wanted != model_fingerprint(model):
         raise ValueError(
             f"the LoRA in {folder} was made for other weights than base_model has; give the model it was tuned from"
         )
+
+
+def _entries(path: Path) -> dict[str, Any]:
+    """A JSON file that holds an object."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # no JSON, no UTF-8
+        raise ValueError(f"{path} is damaged ({error}); tune again, or fetch the folder again") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is damaged (no object); tune again, or fetch the folder again")
+    return found
+
+
+@contextmanager
+def _unharmed(model: nn.Module, folder: Path) -> Iterator[None]:
+    """A LoRA whose files are damaged leaves `model` as it was: peft puts its layers in before it reads them."""
+    modules = [(module, dict(module._modules)) for module in model.modules()]
+    flags = [(weight, weight.requires_grad) for weight in model.parameters()]
+    try:
+        yield
+    except BaseException as error:
+        for module, parts in modules:
+            module._modules.clear()
+            module._modules.update(parts)
+        for weight, flag in flags:
+            weight.requires_grad_(flag)
+        for name in ("peft_config", "_hf_peft_config_loaded"):
+            model.__dict__.pop(name, None)
+        if not isinstance(error, Exception):
+            raise
+        text = " ".join(str(error).split())
+        raise ValueError(f"the LoRA in {folder} cannot be put on the model ({text:.200}); tune again") from error
 
 
 def _entry(model: nn.Module) -> Any:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -118,7 +118,8 @@ def tune(
         max_tokens: conversations are cut off there; None: one longer than the model's positions is refused.
         top: how many of the teacher's probabilities are kept a token of samples, the rest counting as one; None: all.
         micro_tokens: the most tokens, padded, of conversations that run at once.
-        gradient_checkpointing: keep no activations inside layers; samples then run one sequence a question.
+        gradient_checkpointing: keep no activations inside layers; samples then run one sequence a question (those in
+            packets as without it).
         dtype: "bf16": products in bfloat16 (of frozen layers under LoRA, by autocast in "full"); None: the model's own.
         seed: of the LoRA's start, the held-out share, and the order.
         folder: for the tuned weights (best so far), `checkpoint.safetensors`, `curve.csv`, `curve.png`, `report.json`
@@ -191,6 +192,7 @@ def tune(
     trained = Trained(model, method, rank=rank, alpha=alpha, seed=seed)
     done = False
     try:
+        settings["model"] = trained.start
         report.trained_parameters = sum(weight.numel() for weight in trained.weights.values())
         if loss == "kl" and any(item.row is not None or gradient_checkpointing or spec.gaps for item in everything):
             trained.keep_original()
@@ -236,23 +238,19 @@ def tune(
             remember_spec(model, spec)
 
 
-def _mode(model: nn.Module, checkpointing: bool) -> Any:
-    """Eval mode (no dropout), or with checkpointing the training mode that it needs."""
-    if not checkpointing:
-        return evaluating(model)
-    stack = ExitStack()
-    before = [(module, module.training) for module in model.modules()]
+@contextmanager
+def _mode(model: nn.Module, checkpointing: bool) -> Iterator[None]:
+    """Eval mode (no dropout), with checkpointing enabled or not; `Learner` lets it work."""
     inner: Any = causal_lm(model)
-
-    def back() -> None:
-        inner.gradient_checkpointing_disable()
-        for module, mode in before:
-            module.training = mode
-
-    stack.callback(back)
-    model.train()
-    inner.gradient_checkpointing_enable({"use_reentrant": False})
-    return stack
+    enabled = checkpointing and not any(getattr(part, "gradient_checkpointing", False) for part in inner.modules())
+    with evaluating(model):
+        if enabled:
+            inner.gradient_checkpointing_enable({"use_reentrant": False})
+        try:
+            yield
+        finally:
+            if enabled:
+                inner.gradient_checkpointing_disable()
 
 
 def _check_adapter(model: nn.Module, adapter: PacketAdapter | None) -> None:
