@@ -73,10 +73,9 @@ def load_tuned(*, speed: bool = False, dtype: torch.dtype | None = None, progres
         merge_lora(model, tensors)
     model.config._name_or_path = MODEL_NAME + ("-speed" if speed else "")
     if speed:
-        from kvspeed.rule import SpeedSpec
-        from kvspeed.tuned import remember_spec
+        from kvspeed.tuned import remember_spec, spec_of_fields
 
-        remember_spec(model, SpeedSpec(**updates[-1][1]["speed"]))
+        remember_spec(model, spec_of_fields(updates[-1][1]["speed"], _SPEED_LORA))
     model.requires_grad_(False)
     return (model if dtype is None else model.to(dtype)), tokenizer
 
