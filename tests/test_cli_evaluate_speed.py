@@ -139,7 +139,12 @@ def test_a_lora_finds_its_model(tmp_path, model_dir, network):
 
 def test_the_list_needs_no_model():
     result = run("eval", "speed", "--list")
-    assert result.exit_code == 0 and "instruction" in result.stdout and "swiftkv-<n>-share<n>" in result.stdout
+    assert (
+        result.exit_code == 0
+        and "instruction" in result.stdout
+        and "is a depth" in result.stdout
+        and "swiftkv-<n>-share<n>" in result.stdout
+    )
 
 
 def test_training_swiftkv(tmp_path, model_dir):

@@ -107,7 +107,7 @@ def packets(
     if listing:
         from kvspeed.eval.methods import METHODS as known
 
-        list_names(known)
+        list_names(known, "a percentage, and a number of tokens for epic")
         return
     from kvspeed.eval.runner import Plan, Runner
     from kvspeed.eval.tasks import split_specs
@@ -351,15 +351,15 @@ def _say(path: Path) -> None:
     stderr().print(f"wrote {path}", markup=False, soft_wrap=True)
 
 
-def list_names(known: dict[str, Any]) -> None:
-    """Print tasks and methods, a line a method."""
+def list_names(known: dict[str, Any], numbers: str) -> None:
+    """Print tasks and methods, a line a method, and what `<n>` stands for."""
     from kvspeed.eval.tasks import TASKS
 
     print("tasks: " + ", ".join(TASKS))
     for name, make in known.items():
         lines = (getattr(make, "func", make).__doc__ or "").strip().splitlines()
         print(f"{name:24} {lines[0] if lines else ''}".rstrip())
-    print("<n> is a percentage, and a number of tokens for epic")
+    print(f"<n> is {numbers}")
 
 
 def _print(found: dict[str, Any]) -> None:

@@ -104,7 +104,7 @@ def speed(
     from kvspeed.eval.methods import SPEED_METHODS
 
     if listing:
-        list_names(SPEED_METHODS)
+        list_names(SPEED_METHODS, "a depth: layers that see the prompt; after share, layers of a group")
         return
     from kvspeed.eval.expand import expanded
     from kvspeed.eval.methods import get_method

@@ -52,6 +52,26 @@ def _sink_a3(percent: int) -> Method:
     return A3(percent, before="preamble")
 
 
+def _no_anchor(k: int) -> Method:
+    """Above the first k layers an answer sees nothing of the prompt, not even its first token."""
+    return Speed(k, anchor_tokens=0)
+
+
+def _self_only(k: int) -> Method:
+    """Above the first k layers an answer token sees the anchor and itself, nothing of the answer before it."""
+    return Speed(k, upper_attention="self")
+
+
+def _cut(k: int) -> Method:
+    """SPEED on a model that was never tuned for it."""
+    return Speed(k)
+
+
+def _swiftkv_shared(k: int, share: int) -> Method:
+    """The same with one projected KV for each group of so many layers."""
+    return SwiftKVMethod(k, share)
+
+
 # Name -> how to make it. A name that ends in "<n>" stands for one of each whole number, which its maker is given.
 METHODS: dict[str, Callable[..., Method]] = {
     "full": Full,
@@ -77,12 +97,12 @@ METHODS: dict[str, Callable[..., Method]] = {
 SPEED_METHODS: dict[str, Callable[..., Method]] = {
     "full": FullModel,
     "speed-<n>": Speed,
-    "speed-<n>-noanchor": lambda k: Speed(k, anchor_tokens=0),
-    "selfonly-<n>": lambda k: Speed(k, upper_attention="self"),
+    "speed-<n>-noanchor": _no_anchor,
+    "selfonly-<n>": _self_only,
     "answerfirst<n>to<n>": AnswerFirst,
-    "cut-<n>": Speed,
+    "cut-<n>": _cut,
     "swiftkv-<n>": SwiftKVMethod,
-    "swiftkv-<n>-share<n>": SwiftKVMethod,
+    "swiftkv-<n>-share<n>": _swiftkv_shared,
     "pop-<n>": Pop,
     "packet": PacketMethod,
     "packet+speed-<n>": PacketSpeed,

@@ -39,7 +39,7 @@ def spec_for(context: Context, k: int | None, **options: Any) -> SpeedSpec | Non
 
 
 class Speed(PromptMethod):
-    """Prompt tokens live in the first k layers; above, an answer sees the anchor and itself.
+    """Prompt tokens live in the first k layers; above, an answer sees the anchor and the answer so far.
 
     Args:
         k: the depth; None: all layers.
