@@ -173,6 +173,8 @@ class PacketStore:
                             if not claimed:
                                 continue
                             if shelf.backend.entry(shelf.name(id)) is None or id in shelf.damaged:
+                                # again, as another process that tidies may have taken the folder for an empty one
+                                shelf.catalogue.prepare(builder.recipe)
                                 shelf.put(id, shelf.make(builder, text), keep=wanted)
                         shelf.damaged.discard(id)
                         del missing[id]
