@@ -171,6 +171,13 @@ def test_records_of_another_run(tmp_path, model_dir):
     assert "belongs to another run" in words and "--restart" in words
 
 
+def test_dropping_records_and_reporting_them_is_refused(tmp_path):
+    records = tmp_path / "r.json.records"
+    records.write_text("kept")
+    words = refused(run("eval", "packets", "--json", tmp_path / "r.json", "--restart", "--report-only"))
+    assert "--restart: drops the records that --report-only reports" in words and records.read_text() == "kept"
+
+
 def test_a_report_that_is_none(tmp_path):
     (tmp_path / "r.json").write_text("{}")
     assert "is no report" in refused(run("eval", "plot", tmp_path / "r.json", tmp_path / "p"))

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import random
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -209,6 +210,25 @@ def test_timing_can_be_added_later(tiny, samples, tmp_path):
     assert [row["ttft_s"] is not None for row in rows] == [True] * 3 + [False] * 5
     assert [row["end_to_end_s"] is not None for row in rows] == [True] + [False] * 7
     assert len(rows) == 8
+
+
+def test_samples_that_were_renamed_or_say_the_same(tiny, tmp_path):
+    """Records are found by what was asked: a report goes by the present names, whichever run made a record."""
+    path, file = tmp_path / "r.records", tmp_path / "questions.jsonl"
+    one, two = (Sample(f"s{n}", (f"ash {n} bo",), f"oak {n}", (f"sea {n}",)) for n in range(2))
+    write_samples(file, [one, two])
+    runner_of(tiny, plan_of(file, methods=("full",), timed=0), path=path).run()
+    again = replace(one, id="s5")  # the same question on another line
+    write_samples(file, [replace(two, id="s0"), replace(one, id="s1"), again])
+    renamed = runner_of(tiny, plan_of(file, methods=("full", "none"), timed=0), path=path)
+    renamed.run()
+    fresh = runner_of(tiny, plan_of(file, methods=("full", "none"), timed=0))
+    fresh.run()
+    kept = ("method", "questions", "f1", "f1_each", "f1_of_full", "score", "score_interval", "corpus_f1")
+    found, wanted = ([{name: row[name] for name in kept} for row in report(one)["rows"]] for one in (renamed, fresh))
+    assert found == wanted and [row["questions"] for row in found] == [3, 3]
+    for rows in renamed.records(renamed.plan.tasks[0]).values():
+        assert [row["sample"] for row in rows] == ["s0", "s1", "s5"]
 
 
 def test_shards_make_a_whole(tiny, samples, tmp_path):

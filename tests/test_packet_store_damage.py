@@ -240,3 +240,18 @@ def test_objects_at_a_url(tmp_path):
         warnings.simplefilter("error")
         assert store[ids[2]].text == texts[2] and store.counters.built == 0
     assert store.stats().cached_packets == 2  # that one, and one that was loaded before
+
+
+def test_what_an_error_left_of_a_loading_is_not_read_later():
+    """Objects are fetched ahead; where one of them is missing, the others are not kept to be taken for the place's."""
+    url = f"memory://{uuid.uuid4().hex}"
+    store = open_store(url)
+    first, second = store.add(some_texts(2))
+    missing = open_store(url).id_of(some_texts(1)[0])
+    store = open_store(url)
+    with pytest.raises(KeyError, match="there is no packet"):
+        store.load([missing, first, second])
+    fs = fsspec.filesystem("memory")
+    name = f"{url.removeprefix('memory:/')}/{store.recipe.name}/{first}.packet.safetensors"
+    fs.pipe_file(name, fs.cat_file(name)[:-1000])
+    assert [problem.id for problem in store.verify().problems] == [first]

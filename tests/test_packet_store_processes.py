@@ -8,13 +8,18 @@ import os
 import random
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from kvspeed.packet.store import PacketStore
 from kvspeed.packet.store import local as local_module
+from kvspeed.packet.store.fetch import Reader
+from kvspeed.packet.store.local import LocalBackend
+from kvspeed.packet.tensorfile import TensorFileError
 from store_tools import (
     adapter,
     check_whole,
+    damage,
     die,
     file_of,
     files,
@@ -318,3 +323,54 @@ def test_a_store_that_may_only_be_read(tmp_path):
     finally:
         os.system(f"umount -l {place} 2>/dev/null; chmod -R u+w {place}")
     assert file_of(store, ids[1]).exists()
+
+
+def test_removing_damage_spares_what_another_has_rebuilt(tmp_path, monkeypatch):
+    store = open_store(tmp_path)
+    texts = some_texts(3)
+    ids = store.add(texts)
+    for id in ids[:2]:
+        damage(file_of(store, id))
+    read = Reader.read
+
+    def read_slowly(self, name, *, verify=False):
+        """Another process rebuilds the first packet while it is found damaged."""
+        try:
+            return read(self, name, verify=verify)
+        except TensorFileError:
+            if verify and ids[0] in name:
+                assert in_child(lambda: open_store(tmp_path)[ids[0]]) == 0
+            raise
+
+    monkeypatch.setattr(Reader, "read", read_slowly)
+    check = PacketStore(tmp_path).verify(remove=True)
+    assert {problem.id: problem.done for problem in check.problems} == {ids[1]: "removed"}
+    assert set(open_store(tmp_path)) == {ids[0], ids[2]} and PacketStore(tmp_path).verify().ok
+
+
+@pytest.mark.parametrize("when", ["before the claim", "while it looks"])
+def test_tidying_an_empty_folder_that_is_about_to_be_used(tmp_path, monkeypatch, when):
+    """Packets never lie without the description of how they were made."""
+    store, text = open_store(tmp_path), some_texts(1)
+    del store[store.add(text)[0]]
+    (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    if when == "before the claim":
+        claim = LocalBackend.claim
+        monkeypatch.setattr(
+            LocalBackend,
+            "claim",
+            lambda self, *given: (in_child(lambda: PacketStore(tmp_path).gc()), claim(self, *given))[1],
+        )
+        store.add(text)
+    else:
+        unlink = Path.unlink
+
+        def used_meanwhile(self, **options):
+            if self.name == "recipe.json":
+                (folder / ".claimed.lock").touch()
+            unlink(self, **options)
+
+        monkeypatch.setattr(Path, "unlink", used_meanwhile)
+        PacketStore(tmp_path).gc()
+        assert not list(folder.glob(".*.tmp"))
+    assert PacketStore(tmp_path).recipes() == {folder.name: store.recipe}

@@ -17,6 +17,7 @@ from kvspeed.packet import PacketAdapter
 from kvspeed.packet.train import checkpoint as checkpoint_module
 from kvspeed.packet.train.batches import batches, split
 from kvspeed.packet.train.contexts import contexts_of
+from kvspeed.packet.train.student import Student
 from kvspeed.state import state_of
 from train_tools import asked_model, random_samples
 
@@ -335,6 +336,16 @@ def test_a_loss_that_is_no_number_ends_it():
         model.lm_head.weight[5] = float("nan")
     with pytest.raises(ValueError, match="the loss is no number after 0 steps: lower lr"):
         train(model, tokenizer, samples, soft(model), steps=1, dev=None)
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_a_dev_loss_that_is_no_number_ends_it(tmp_path, monkeypatch, wrong):
+    """Nothing is less than a NaN, so that soft tokens that were never trained would be kept as the best."""
+    model, tokenizer = asked_model()
+    *samples, held = random_samples(5)
+    monkeypatch.setattr(Student, "evaluate", lambda *_: (wrong, 1))
+    with pytest.raises(ValueError, match="the loss on the dev split is no number after 0 steps: lower lr"):
+        train(model, tokenizer, samples, soft(model), steps=2, dev=[held], folder=tmp_path)
 
 
 PROCESS = """

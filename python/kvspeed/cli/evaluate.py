@@ -291,6 +291,8 @@ class Places:
 
     def check(self) -> None:
         """Refuse what cannot be done before a model is loaded, and drop records where that is asked for."""
+        if self.restart and self.report_only:
+            raise Fault("--restart: drops the records that --report-only reports; give one of them")
         if self.journal is not None and self.restart:
             self.journal.unlink(missing_ok=True)
         if self.report_only and (self.journal is None or not self.journal.is_file()):

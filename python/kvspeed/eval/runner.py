@@ -192,11 +192,15 @@ class Runner:
                     advance(f"{task.text} {name}")
 
     def records(self, task: TaskSpec) -> dict[str, list[Record]]:
-        """Method -> its records of a task in the samples' order, of all shards that are there already."""
+        """Method -> its records of a task in the samples' order, of all shards that are there already.
+
+        A record belongs to a question by what was asked, and names the sample as it is called now: lines of a file may
+        have moved since, and two may ask the same.
+        """
         found: dict[str, list[Record]] = {}
         for name in self.methods:
-            rows = [self._find(task, sample, name) for sample in self.samples[task.text]]
-            found[name] = [row for row in rows if row is not None]
+            rows = [(sample.id, self._find(task, sample, name)) for sample in self.samples[task.text]]
+            found[name] = [{**row, "sample": called} for called, row in rows if row is not None]
         return found
 
     # ---- one answer ------------------------------------------------------------------------------------------------

@@ -251,11 +251,16 @@ class LocalBackend:
     def remove_empty(self, folder: str) -> None:
         path = self.root / folder
         left = [entry.name for entry in self._scan(path)]
-        if left == ["recipe.json"]:
+        recipe, kept = path / "recipe.json", b""
+        if left == [recipe.name]:
             with suppress(OSError):
-                (path / "recipe.json").unlink()
-        with suppress(OSError):  # another process may be using it
+                kept = recipe.read_bytes()
+                recipe.unlink()
+        try:
             path.rmdir()
+        except OSError:  # another process is using it
+            if kept:
+                self._write(recipe, lambda: [kept])
 
     # ---- writing -----------------------------------------------------------------------------------------------
 

@@ -173,6 +173,8 @@ class PacketStore:
                             if not claimed:
                                 continue
                             if shelf.backend.entry(shelf.name(id)) is None or id in shelf.damaged:
+                                # again, as another process that tidies may have taken the folder for an empty one
+                                shelf.catalogue.prepare(builder.recipe)
                                 shelf.put(id, shelf.make(builder, text), keep=wanted)
                         shelf.damaged.discard(id)
                         del missing[id]
@@ -200,9 +202,12 @@ class PacketStore:
         """`[store[id] for id in ids]`, with what comes next fetched ahead."""
         ids = _checked_ids(ids)
         packets = []
-        for start in range(0, len(ids), _AHEAD):
-            self._shelf.prefetch(ids[start : start + _AHEAD])
-            packets += [self._shelf.get(id) for id in ids[start : start + _AHEAD]]
+        try:
+            for start in range(0, len(ids), _AHEAD):
+                self._shelf.prefetch(ids[start : start + _AHEAD])
+                packets += [self._shelf.get(id) for id in ids[start : start + _AHEAD]]
+        finally:
+            self._shelf.prefetch([])  # what an error left would be read later as if it came from the place then
         return packets
 
     def assemble(

@@ -69,9 +69,26 @@ def _check(shelf: Shelf, entry: Entry, rebuild: bool, remove: bool) -> Problem |
             except DamagedPacketError as why:
                 unmended = replace(problem, reason=str(why))
         try:
-            return replace(problem, done="removed") if remove and shelf.remove(entry.id, entry.name) else unmended
+            if remove:
+                return replace(problem, done="removed") if _remove(shelf, entry) else None
+            return unmended
         except NameTakenError as why:  # for people to look at; the other packets are checked all the same
             return replace(problem, reason=str(why))
+
+
+def _remove(shelf: Shelf, entry: Entry) -> bool:
+    """Remove a damaged packet; False where another process has removed it, or put a whole one in its place, since."""
+    while True:
+        seen = shelf.backend.entry(entry.name)
+        try:
+            shelf.check(entry.id, entry.name, shelf.reader.read(entry.name, verify=True))
+            return False
+        except FileNotFoundError:
+            return False
+        except TensorFileError:
+            pass
+        if shelf.backend.entry(entry.name) == seen:  # reading takes a while, in which it may have been rebuilt
+            return shelf.remove(entry.id, entry.name)
 
 
 def tidy(shelf: Shelf, limit: int | None, grace_s: float) -> Tidied:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -304,10 +305,7 @@ class _Run:
         rate = _rate(report.steps, len(self.plan), self.lr, self.warmup)
         optimizer.param_groups[0]["lr"] = rate
         loss = self.processes.sum(total) / count
-        if loss != loss:
-            raise ValueError(
-                f"the loss is no number after {report.steps} steps: lower lr ({self.lr}), or train in float32"
-            )
+        self._check_finite(loss, "loss")
         self.whole = False  # until the step counts
         optimizer.step()
         took = time.perf_counter() - begin
@@ -328,12 +326,19 @@ class _Run:
             loss, tokens = student.evaluate(self.held[index], self.answers[first + index])
             total, count = total + loss, count + tokens
         found = self.processes.sum(total) / self.processes.sum(count)
+        self._check_finite(found, "loss on the dev split")  # nothing is less than a NaN: the first would stay the best
         self.report.seconds += time.perf_counter() - begin
         rate = self.report.records[-1].lr if self.report.records else 0.0
         record = StepRecord(self.report.steps, "dev", found, rate, self.report.seconds)
         self.report.records.append(record)
         self._tell("dev", self.report.steps, len(self.plan), record)
         return found
+
+    def _check_finite(self, loss: float, what: str) -> None:
+        if not math.isfinite(loss):
+            raise ValueError(
+                f"the {what} is no number after {self.report.steps} steps: lower lr ({self.lr}), or train in float32"
+            )
 
     def _keep(self, optimizer: torch.optim.Optimizer) -> None:
         if self.checkpoint is None or not self.processes.is_main:
