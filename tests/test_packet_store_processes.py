@@ -128,6 +128,19 @@ def test_adding_removing_and_tidying_at_once(tmp_path):
         assert store.stats().bytes == sum(path.stat().st_size for path in files(tmp_path / "s"))
 
 
+def test_a_packet_that_another_process_adds_again_is_not_said_to_be_made_otherwise(tmp_path, monkeypatch):
+    """It was missing when it was read for, and is there when the reason is looked for."""
+    store = open_store(tmp_path)
+    (id,) = store.add(some_texts(1))
+
+    def gone(*_):
+        raise FileNotFoundError
+
+    monkeypatch.setattr(store._shelf.reader, "read", gone)
+    with pytest.raises(KeyError, match=f"there is no packet {id}"):
+        store[id]
+
+
 def test_tidying_leaves_what_is_being_written(tmp_path, monkeypatch):
     """Another process is in the middle of a packet; its unfinished file is not litter, however old."""
     store = open_store(tmp_path)

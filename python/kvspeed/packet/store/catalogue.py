@@ -124,7 +124,7 @@ class Catalogue:
     def missing(self, id: str, recipe: Recipe | None) -> str:
         """Why there is no packet `id` for `recipe`, in words."""
         elsewhere = self.find(id, None) if recipe is not None else None
-        if elsewhere is not None:
+        if elsewhere is not None and recipe is not None and elsewhere.folder != recipe.name:  # else just added again
             other = self.recipe(elsewhere.folder)
             return (
                 f"packet {id} of {self.backend.place} was made otherwise ({brief(other)}) than this store makes them "
