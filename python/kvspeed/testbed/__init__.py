@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MODEL_NAME",
-    "SPEED_MODEL_NAME",
     "adapter_file",
     "load_testbed",
     "load_tuned",
@@ -31,7 +30,7 @@ __all__ = [
     "testbed_folder",
 ]
 
-MODEL_NAME, SPEED_MODEL_NAME = "kvspeed-testbed", "kvspeed-testbed-speed"
+MODEL_NAME = "kvspeed-testbed"
 
 _LORA, _SPEED_LORA = "lora.safetensors", "speed.safetensors"
 _SPECIALIST = "adapter-"
