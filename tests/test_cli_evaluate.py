@@ -176,6 +176,8 @@ def test_dropping_records_and_reporting_them_is_refused(tmp_path):
     records.write_text("kept")
     words = refused(run("eval", "packets", "--json", tmp_path / "r.json", "--restart", "--report-only"))
     assert "--restart: drops the records that --report-only reports" in words and records.read_text() == "kept"
+    words = refused(run("eval", "packets", "--json", tmp_path / "r.json", "--restart", "--shard", "1/2"))
+    assert "--restart: drops what the other shards answer" in words and records.read_text() == "kept"
 
 
 def test_a_report_that_is_none(tmp_path):

@@ -24,7 +24,16 @@ from kvspeed.atomic import replacing
 from kvspeed.models import base_model, causal_lm
 from kvspeed.rule import SpeedSpec
 
-__all__ = ["SPEC_FILE", "read_spec", "remember_spec", "remembered_spec", "spec_fields", "spec_of_fields", "write_spec"]
+__all__ = [
+    "SPEC_FILE",
+    "read_object",
+    "read_spec",
+    "remember_spec",
+    "remembered_spec",
+    "spec_fields",
+    "spec_of_fields",
+    "write_spec",
+]
 
 SPEC_FILE = "kvspeed.json"
 _FIELD = "kvspeed"
@@ -87,16 +96,26 @@ def read_spec(folder: str | os.PathLike[str]) -> SpeedSpec | None:
     """
     path = Path(folder) / SPEC_FILE
     try:
-        text = path.read_text(encoding="utf-8")
+        fields = read_object(path)
     except FileNotFoundError:
         return None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is damaged ({error}); tune again, or take it away and give k yourself") from None
-    try:
-        fields = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}); tune again, or take it away and give k yourself") from None
     return spec_of_fields(fields, str(path))
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object that a JSON file of a tuned model's folder holds.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is damaged.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # no JSON, no UTF-8
+        raise ValueError(f"{path} is damaged ({error}); tune again, or fetch the folder again") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is damaged (no object); tune again, or fetch the folder again")
+    return found
 
 
 def spec_fields(spec: SpeedSpec) -> dict[str, Any]:

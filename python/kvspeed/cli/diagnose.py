@@ -215,7 +215,7 @@ def _print(found: Diagnosis, layers: bool) -> None:
             f"[bold]k = {advice.k} of {found.layers} is the depth to try first[/bold]: {escape(advice.reason)}."
         )
     else:
-        console.print(f"[bold]No cut is recommended[/bold]: {escape(advice.reason)}.")
+        console.print(f"[bold]Every layer should see the prompt[/bold]: {escape(advice.reason)}.")
     if not found.complete:
         stderr().print("the diagnosis is not complete", markup=False)
 

@@ -125,7 +125,7 @@ def packets(
         shard=shard_of(shard),
     )
     place = Places(json_file, markdown_file, plots, restart=restart, report_only=report_only)
-    place.check()
+    place.check(plan.shard[1])
     network, tokenizer, name, adapters = _load(model, adapter, dtype, device, plan.methods)
     runner = Runner(network, tokenizer, plan, adapters=adapters, path=place.journal, model_name=name)
     _print(carry_out(runner, place))
@@ -289,10 +289,19 @@ class Places:
         """Records lie beside the report."""
         return self.json_file.with_name(self.json_file.name + ".records") if self.json_file is not None else None
 
-    def check(self) -> None:
-        """Refuse what cannot be done before a model is loaded, and drop records where that is asked for."""
+    def check(self, parts: int = 1) -> None:
+        """Refuse what cannot be done before a model is loaded, and drop records where that is asked for.
+
+        Args:
+            parts: how many processes share the records.
+        """
         if self.restart and self.report_only:
             raise Fault("--restart: drops the records that --report-only reports; give one of them")
+        if self.restart and parts > 1:
+            raise Fault(
+                f"--restart: drops what the other shards answer; remove {self.journal or 'the records'} once, then "
+                "start the shards without it"
+            )
         if self.journal is not None and self.restart:
             self.journal.unlink(missing_ok=True)
         if self.report_only and (self.journal is None or not self.journal.is_file()):

@@ -128,7 +128,7 @@ def speed(
     for method in plan.methods:
         get_method(method.partition("@")[0], SPEED_METHODS)  # before a model is loaded
     places = Places(json_file, markdown_file, plots, restart=restart, report_only=report_only)
-    places.check()
+    places.check(plan.shard[1])
     runner = _runner(Runner, plan, model, weights or [], adapter or [], dtype, device, places.journal)
     found = carry_out(runner, places)
     _print(found)

@@ -111,6 +111,7 @@ def plot_lengths(rows: Sequence[Mapping[str, Any]], path: str | os.PathLike[str]
         panel.set_title(title, fontsize=10)
         panel.set_xlabel("tokens of the prompt")
         panel.set_xscale("log", base=2)
+        panel.xaxis.set_major_formatter(lambda tokens, _: f"{tokens:,.0f}")
         panel.grid(True, alpha=0.25)
         panel.set_ylim(bottom=0)
     return with_legend(plt, figure, panels, path)

@@ -142,8 +142,8 @@ def markdown(found: Mapping[str, Any]) -> str:
     for task in dict.fromkeys(row["task"] for row in found["rows"]):
         rows = [row for row in found["rows"] if row["task"] == task]
         lines += [
-            f"**{task}** ({_spread([row['questions'] for row in rows])} questions, "
-            f"{_spread([row['prompt_tokens'] for row in rows])} tokens)",
+            f"**{task}** (questions: {_spread([row['questions'] for row in rows])}; "
+            f"tokens: {_spread([row['prompt_tokens'] for row in rows])})",
             "",
             "| method | F1 | of full | EM | corpus F1 | TTFT | faster | end to end | FLOPs | KV |",
             "|---|---|---|---|---|---|---|---|---|---|",

@@ -110,8 +110,8 @@ def _costs(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             continue
         full = next((row for row in own if row["method"] == "full"), None)
         lines += [
-            f"**Costs, {task}** ({min(row['prompt_tokens'] for row in own)} tokens and more, "
-            f"{min(row['ttft_questions'] for row in own)} questions timed)",
+            f"**Costs, {task}** (tokens: {min(row['prompt_tokens'] for row in own)} and more; "
+            f"questions timed: {min(row['ttft_questions'] for row in own)})",
             "",
             "| method | TTFT | faster | a token | faster | KV | of full | FLOPs of full |",
             "|---|---|---|---|---|---|---|---|",

@@ -7,7 +7,6 @@ transformers saves and loads it with the model.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -20,6 +19,7 @@ from torch import nn
 from kvspeed.models import causal_lm
 from kvspeed.request import ANY_TASK
 from kvspeed.rule import SpeedSpec
+from kvspeed.tuned import read_object
 
 __all__ = [
     "DepthChoice",
@@ -133,11 +133,9 @@ def take_choice(model: nn.Module, folder: Path) -> None:
     config: Any = causal_lm(model).config
     path = folder / "config.json"
     try:
-        fields = json.loads(path.read_text(encoding="utf-8")).get(_FIELD)
+        fields = read_object(path).get(_FIELD)
     except FileNotFoundError:
         fields = None
-    except (ValueError, AttributeError) as error:
-        raise ValueError(f"{path} is damaged ({error}); tune again") from None
     if fields is not None:
         setattr(config, _FIELD, fields)
     elif hasattr(config, _FIELD):

@@ -19,7 +19,7 @@ from kvspeed.fingerprint import model_fingerprint
 from kvspeed.models import base_model, causal_lm
 from kvspeed.rule import SpeedSpec
 from kvspeed.speed.choice import take_choice
-from kvspeed.tuned import read_spec, remember_spec, remembered_spec, spec_fields, write_spec
+from kvspeed.tuned import read_object, read_spec, remember_spec, remembered_spec, spec_fields, write_spec
 
 __all__ = ["Trained", "load_tuned"]
 
@@ -223,7 +223,7 @@ def _base(folder: Path, name: nn.Module | str | Path | None, dtype: torch.dtype 
     from kvspeed import smollm2, testbed
 
     if name is None:
-        name = _entries(folder / _LORA_CONFIG).get("base_model_name_or_path")
+        name = read_object(folder / _LORA_CONFIG).get("base_model_name_or_path")
     if not name or not isinstance(name, (str, Path)):
         raise ValueError(f"{folder} does not say which model its LoRA is for; give base_model")
     if str(name) in (testbed.MODEL_NAME, "testbed"):
@@ -238,23 +238,12 @@ def _check_base(folder: Path, model: nn.Module) -> None:
     path = folder / _LORA_NOTES
     if not path.is_file():
         return
-    notes = _entries(path)
+    notes = read_object(path)
     wanted, dtype = notes.get("base_fingerprint"), notes.get("base_dtype")
     if dtype == str(next(model.parameters()).dtype) and wanted != model_fingerprint(model):
         raise ValueError(
             f"the LoRA in {folder} was made for other weights than base_model has; give the model it was tuned from"
         )
-
-
-def _entries(path: Path) -> dict[str, Any]:
-    """A JSON file that holds an object."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # no JSON, no UTF-8
-        raise ValueError(f"{path} is damaged ({error}); tune again, or fetch the folder again") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} is damaged (no object); tune again, or fetch the folder again")
-    return found
 
 
 @contextmanager
