@@ -110,7 +110,8 @@ def test_the_loss_is_that_of_whole_sequences(share, patched):
         assert one.abs().max() > 0
 
 
-def test_training_helps_and_leaves_the_model_alone(tmp_path):
+@pytest.mark.parametrize("dtype", [None, "bf16"])
+def test_training_helps_and_leaves_the_model_alone(tmp_path, dtype):
     model, tokenizer = model_of(), tiny_tokenizer(template=CHAT_TEMPLATE)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     weights, samples = SwiftKV.for_model(model, 2), samples_of(16)
@@ -124,6 +125,7 @@ def test_training_helps_and_leaves_the_model_alone(tmp_path):
         epochs=8,
         batch_size=4,
         dev=0.25,
+        dtype=dtype,
         path=tmp_path / "w",
         progress=lambda *call: calls.append(call[:3]),
     )
@@ -155,6 +157,7 @@ def test_a_loss_that_is_no_number_ends_it():
         ({"lr": 0}, "lr: got 0"),
         ({"temperature": -1}, "temperature: got -1"),
         ({"looks": 0}, "hidden_weight, warmup, looks"),
+        ({"dtype": "fp16"}, "dtype: got 'fp16'"),
         ({"dev": 0.9999}, "dev: "),
     ],
 )

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from kvspeed.install import patched
 from kvspeed.models import base_model
 from kvspeed.packet.build import max_positions
 from kvspeed.packet.train.batches import batches, split
-from kvspeed.packet.train.blocks import frozen, logits_of
+from kvspeed.packet.train.blocks import bfloat16_products, frozen, logits_of
 from kvspeed.packet.train.contexts import contexts_of
 from kvspeed.packet.train.report import StepRecord, TrainReport
 from kvspeed.packet.train.request import end_ids
@@ -46,6 +46,7 @@ def train_swiftkv(
     temperature: float = 2.0,
     hidden_weight: float = 1.0,
     looks: int = 5,
+    dtype: Literal["bf16", "fp32"] | None = None,
     seed: int = 0,
     path: str | Path | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
@@ -69,6 +70,7 @@ def train_swiftkv(
         temperature: of both distributions.
         hidden_weight: of the hidden states' error.
         looks: how often the dev split is looked at, the start aside.
+        dtype: "bf16": the frozen layers' products in bfloat16, of a float32 model; None and "fp32": the model's own.
         seed: of the held-out share and the order.
         path: where the best weights are written after each look; None: nowhere.
         chat_template_kwargs: further arguments for the chat template.
@@ -88,6 +90,8 @@ def train_swiftkv(
         raise ValueError(
             f"hidden_weight, warmup, looks: got {hidden_weight}, {warmup}, {looks}; give 0 or more, 0 to 1, 1 or more"
         )
+    if dtype not in (None, "bf16", "fp32"):
+        raise ValueError(f'dtype: got {dtype!r}, choose "bf16", "fp32" or None')
     train, held = split(check_samples(samples), dev, seed)
     ends = end_ids(model, tokenizer)[:1]
     rows = [_rows(part, tokenizer, ends, chat_template_kwargs) for part in (train, held)]
@@ -107,7 +111,12 @@ def train_swiftkv(
     weights.requires_grad_(True)
     lesson = _Lesson(model, weights, temperature, hidden_weight)
     try:
-        with patched(model, None, force=True), frozen(model), torch.enable_grad():
+        with ExitStack() as stack:
+            stack.enter_context(patched(model, None, force=True))
+            stack.enter_context(frozen(model))
+            stack.enter_context(torch.enable_grad())
+            if dtype == "bf16" and next(model.parameters()).dtype == torch.float32:
+                stack.enter_context(bfloat16_products(model))
             for step in range(len(plan) + 1):
                 if held and (step % every == 0 or step == len(plan)):
                     found = _look(lesson, list(rows[1].values()), batch_size)
