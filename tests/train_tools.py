@@ -21,6 +21,16 @@ def asked_model(architecture: str = "llama", **settings: Any) -> tuple[Any, Any]
     return model, tiny_tokenizer(template=CHAT_TEMPLATE)
 
 
+def weights(model: Any) -> dict[str, torch.Tensor]:
+    """A copy of everything in its state dict."""
+    return {name: weight.detach().clone() for name, weight in model.state_dict().items()}
+
+
+def same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
+    """Whether two state dicts are equal to the bit."""
+    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
 def random_samples(count: int, *, per_context: int = 1, seed: int | None = None) -> list[Sample]:
     """`count` samples of random words; `per_context` neighbours have the same documents."""
     rng = random.Random(seed if seed is not None else random.random())

@@ -230,6 +230,10 @@ def _base(folder: Path, name: nn.Module | str | Path | None, dtype: torch.dtype 
         return testbed.load_tuned(dtype=dtype)[0]
     if str(name) in (smollm2.MODEL_NAME, "smollm2"):
         return smollm2.load_smollm2(dtype=dtype or torch.float32)[0]
+    if (Path(name) / _LORA_CONFIG).is_file():  # tuned further from a LoRA
+        if Path(name).resolve() == folder.resolve():
+            raise ValueError(f"{folder} names itself as the model that its LoRA is for; give base_model")
+        return load_tuned(name, dtype=dtype)[0]
     return AutoModelForCausalLM.from_pretrained(str(name), dtype=dtype if dtype is not None else "auto")
 
 
