@@ -187,6 +187,10 @@ def test_refused_press_and_adapters(model, tokenizer):
         build_packet(model, tokenizer, "w200", torch.zeros(8, 64))
     with pytest.raises(ValueError, match=r"hidden size 96.*hidden size 64"):
         build_packet(model, tokenizer, "w200", PacketAdapter(96))
+    adapter = PacketAdapter.for_model(model, 2, 2)
+    adapter.trailer.data[0, 3] = float("nan")
+    with pytest.raises(ValueError, match="its soft tokens hold a number that is not finite"):
+        build_packet(model, tokenizer, "w200", adapter)
 
 
 class NoIds:

@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 import torch
-from kvspeed import generate, patch_model, speed_mask, unpatch_model
+from kvspeed import generate, generation, patch_model, speed_mask, unpatch_model
 from kvspeed.packet import PacketAdapter, build_packet, build_preamble, prompt_ids
 from kvspeed.packet import generate as package_generate
 from kvspeed.state import state_of
@@ -304,6 +304,17 @@ def test_stats(model, tokenizer, mode):
     assert 0 < stats.time_per_token_s < stats.total_s
     assert stats.kv_bytes > sum(packet.kv_bytes for packet in packets)
     assert stats.allocated_bytes > 0
+
+
+def test_strings_that_end_an_answer_come_with_the_tokenizer(tokenizer, monkeypatch):
+    """transformers looks for them with the tokenizer, which `generate` has; the tiny one is too small for that."""
+    seen = []
+    monkeypatch.setattr(generation, "generate", lambda self, **given: seen.append(given) or given["input_ids"])
+    model = tiny_model("llama")
+    packets = [build_packet(model, tokenizer, random_text(20, 1))]
+    for given in ({"stop_strings": ["."]}, {}):
+        generate(model, tokenizer, "w300", packets, max_new_tokens=6, **given)
+    assert seen[0]["tokenizer"] is tokenizer and "tokenizer" not in seen[1]
 
 
 def test_answers_end_at_eos(model, tokenizer):

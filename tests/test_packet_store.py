@@ -332,6 +332,10 @@ def test_other_folders_are_refused(tmp_path):
     (tmp_path / "letter.txt").write_text("x")
     with pytest.raises(ValueError, match=r"holds other things and is no packet store"):
         open_store(tmp_path)
+    with pytest.raises(ValueError, match="Could not determine home directory"):
+        open_store("~nobody-of-this-name/store")
+    with pytest.raises(ValueError, match="device: got 'nonsense'"):
+        open_store(tmp_path / "new", device="nonsense")
     with pytest.raises(OSError, match="a file is in the way"):
         open_store(tmp_path / "letter.txt")
     for content, message in ((b"{}", "no mark"), (b"\xff", "no mark"), (b"[" * 10**5, "no mark")):

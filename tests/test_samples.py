@@ -156,6 +156,9 @@ def test_what_no_file_can_hold_is_refused(tmp_path):
     path.write_text(json.dumps({**GOOD, "question": "half \ud800 a pair"}) + "\n")
     with pytest.raises(ValueError, match="line 1: question: character 5 is half of a surrogate pair"):
         read_samples(path)
+    path.write_text(json.dumps({**GOOD, "checks": ["\ud800"]}) + "\n")
+    with pytest.raises(ValueError, match=r"line 1: checks\[0\]: character 0 is half of a surrogate pair"):
+        read_samples(path)
     path.write_text(json.dumps(GOOD) + "\n" + "[" * 100_000 + "\n")
     with pytest.raises(ValueError, match="line 2: is nested too deeply"):
         read_samples(path)

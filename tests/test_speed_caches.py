@@ -323,3 +323,20 @@ def test_an_interrupt_in_a_chunk_without_deep_columns() -> None:
     kvspeed.unpatch_model(model)
     with torch.no_grad():
         close(model(ids).logits, plain("llama")(ids).logits)
+
+
+@pytest.mark.parametrize("reserved", [False, True])
+@pytest.mark.parametrize("anchor_tokens", [1, 3])
+def test_padded_rows_driven_by_hand(reserved: bool, anchor_tokens: int) -> None:
+    """The anchors are written first, and a storage that grows takes them along."""
+    model = speedy("llama", anchor_tokens=anchor_tokens)
+    ids, mask = left_padded([ids_of(9)[0], ids_of(4, seed=1)[0]])
+    wanted = answer(model, ids, attention_mask=mask, n=1).logits[:, 0]
+    cache = KVCache(model.config, spec=kvspeed.SpeedSpec(K, anchor_tokens=anchor_tokens))
+    cache.begin_turn(ids.shape[1])
+    if reserved:
+        cache.reserve(32)
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    with torch.no_grad():
+        found = model(input_ids=ids, attention_mask=mask, position_ids=positions, **{CACHE: cache}).logits[:, -1]
+    close(found, wanted)

@@ -9,6 +9,7 @@ from typing import Any
 import kvspeed
 import pytest
 import torch
+from kvspeed.labelled import labelled_rows
 from speed_tools import (
     CACHE,
     LAYERS,
@@ -331,3 +332,17 @@ def test_shapes_masks_and_caches_that_do_not_fit() -> None:
     cache = answer(model, ids_of(5), n=2).cache
     with pytest.raises(ValueError, match="labels were given together with a filled cache"):
         model(ids, labels=labels, **{CACHE: cache})
+
+
+def test_a_hole_in_the_mask_predicts_nothing() -> None:
+    """The label after it has no token before it, and none of the other columns learns it instead."""
+    ids, _, mask = batch_of(["pppppppaaaaa"])
+    mask[0, 6] = 0
+    labels = ids.clone()
+    labels[:, :7] = -100
+    _, learned = labelled_rows(kvspeed.SpeedSpec(K), labels, mask)
+    assert learned[learned != -100].tolist() == ids[0, 8:].tolist()
+    alone = torch.full_like(labels, -100)
+    alone[:, 7] = ids[:, 7]
+    with pytest.raises(ValueError, match="labels hold no answer"):
+        speedy("llama")(ids, attention_mask=mask, labels=alone)

@@ -170,6 +170,16 @@ def test_beams_and_lookup_in_a_second_turn(turns: str, option: str) -> None:
     assert abs(score - beams.output.sequences_scores[0].item()) < 1e-4
 
 
+def test_lookup_in_a_second_turn_where_the_models_own_preparation_differs() -> None:
+    """Phi-3's `prepare_inputs_for_generation` has arguments in another order than transformers' own."""
+    model = speedy("phi3")
+    prompt = ids_of(4).repeat(1, 3)
+    first = answer(model, prompt, n=4)
+    whole = torch.cat([first.sequences, prompt], 1)
+    lookup = dict(prompt_lookup_num_tokens=3, max_matching_ngram_size=1, eos_token_id=9999)
+    held("phi3", answer(model, whole, n=8, **lookup, **{CACHE: first.cache}), [(12, 3), (13, 8)])
+
+
 def test_a_copied_cache_is_a_fork() -> None:
     """The recipe for a shared conversation: deepcopy the cache, go on twice."""
     model = speedy("llama", boundary="keep")

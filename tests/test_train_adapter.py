@@ -338,6 +338,25 @@ def test_a_loss_that_is_no_number_ends_it():
         train(model, tokenizer, samples, soft(model), steps=1, dev=None)
 
 
+def test_after_an_error_the_same_call_goes_on(tmp_path):
+    """An error of the caller's own leaves the adapter as it was given, and ends where a clean run does."""
+    samples, (model, tokenizer) = random_samples(8, seed=1), asked_model()
+    options = {"batch_size": 4, "steps": 6, "dev": 0.25, "checkpoint_every": 2, "evaluate_every": 3, "lr": 0.1}
+    clean, adapter = soft(model), soft(model)
+    before = adapter.fingerprint()
+    train(model, tokenizer, samples, clean, **options)
+
+    def fail(what, done, *_):
+        if what == "train" and done == 5:
+            raise RuntimeError("no terminal")
+
+    with pytest.raises(RuntimeError, match="no terminal"):
+        train(model, tokenizer, samples, adapter, **options, folder=tmp_path, progress=fail)
+    assert adapter.fingerprint() == before
+    train(model, tokenizer, samples, adapter, **options, folder=tmp_path)
+    assert adapter.fingerprint() == clean.fingerprint() != before
+
+
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
 def test_a_dev_loss_that_is_no_number_ends_it(tmp_path, monkeypatch, wrong):
     """Nothing is less than a NaN, so that soft tokens that were never trained would be kept as the best."""

@@ -163,18 +163,66 @@ def test_no_number_ends_it_and_the_last_good_state_stays(tmp_path, dev, monkeypa
         return found
 
     monkeypatch.setattr(Learner, "backward", spoiled)
-    options = {**QUICK, "dev": dev, "evaluate_every": 1, "seed": 3}
+    options = {**QUICK, "dev": dev, "evaluate_every": 1, "seed": 3, "checkpoint_every": 1}
     what = "loss" if dev is None else "gradient"
     with pytest.raises(ValueError, match=f"the {what} is no number after 2 steps: the checkpoint holds the last good"):
         tune(model, tokenizer, random_samples(8, seed=1), **options, folder=tmp_path)
     assert same(weights(model), before)
     assert json.loads((tmp_path / "report.json").read_text())["stopped"] == "not a number"
     monkeypatch.setattr(Learner, "backward", backward)
-    loaded, _ = load_tuned(tmp_path, asked_model()[0])
-    assert all(bool(torch.isfinite(weight).all()) for weight in loaded.parameters())
-    assert not same(weights(loaded), before)
+    if dev is not None:
+        loaded, _ = load_tuned(tmp_path, asked_model()[0])
+        assert all(bool(torch.isfinite(weight).all()) for weight in loaded.parameters())
+        assert not same(weights(loaded), before)
     report = tune(model, tokenizer, random_samples(8, seed=1), **{**options, "lr": 1e-3}, folder=tmp_path)
     assert report.steps == 4 and report.stopped == ""
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_weights_that_gave_no_number_are_not_kept(tmp_path, method):
+    """A rate that is far too high: the step after it shows that, and the checkpoint is of before."""
+    options = {**QUICK, "steps": 6, "warmup": 0, "method": method, "checkpoint_every": 1, "seed": 3}
+    model, tokenizer = asked_model()
+    before = weights(model)
+
+    def stop(what, done, *_):
+        if done == 2:
+            raise KeyboardInterrupt
+
+    samples = random_samples(8, seed=1)
+    with pytest.raises(KeyboardInterrupt):
+        tune(model, tokenizer, samples, **{**options, "lr": 1e-3}, folder=tmp_path, progress=stop)
+    model, tokenizer = asked_model()
+    with pytest.raises(
+        ValueError, match=r"is no number after 3 steps: the checkpoint holds the last good state; lower"
+    ):
+        tune(model, tokenizer, samples, **{**options, "lr": 1e25}, folder=tmp_path)
+    assert all(bool(weight.isfinite().all()) and weight.abs().max() < 1e3 for weight in weights(model).values())
+    assert method == "full" or same(weights(model), before)  # a LoRA is taken off again
+    model, tokenizer = asked_model()
+    report = tune(model, tokenizer, samples, **{**options, "lr": 1e-3}, folder=tmp_path)
+    assert report.steps == 6 and report.stopped == ""
+    assert all(bool(weight.isfinite().all()) for weight in weights(load_tuned(tmp_path, asked_model()[0])[0]).values())
+
+
+@pytest.mark.parametrize("at", [0, 2, 4])
+def test_a_look_is_judged_once_also_where_it_is_interrupted(tmp_path, at):
+    options = {**QUICK, "dev": 0.34, "lr": 0.3, "warmup": 0, "evaluate_every": 2}
+    samples = random_samples(9, seed=1)
+    model, tokenizer = asked_model()
+    whole = tune(model, tokenizer, samples, **options)
+
+    def stop(what, done, *_):
+        if what == "dev" and done == at:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tune(asked_model()[0], tokenizer, samples, **options, folder=tmp_path, progress=stop)
+    again = asked_model()[0]
+    report = tune(again, tokenizer, samples, **options, folder=tmp_path)
+    assert (report.first_dev, report.best_step, report.best_dev) == (whole.first_dev, whole.best_step, whole.best_dev)
+    assert [one.step for one in report.records if one.split == "dev"] == [0, 2, 4]
+    assert same(weights(again), weights(model))
 
 
 def test_a_dev_split_whose_loss_is_no_number_ends_it(tmp_path, monkeypatch):

@@ -170,3 +170,11 @@ def test_tuned_weights_do_not_leak_between_models() -> None:
     assert remembered_spec(other) is None
     with torch.no_grad():
         close(kvspeed.patch_model(other)(ids := ids_of(7)).logits, plain("llama")(ids).logits)
+
+
+def test_other_depths_keep_the_rule_where_all_layers_were_asked_for() -> None:
+    model = fresh("llama")
+    remember_spec(model, SpeedSpec(K, anchor_tokens=3, boundary="keep"))
+    layers = len(model.model.layers)
+    kvspeed.patch_model(model, layers, k_by_task={"a": 3})
+    assert state_of(model).at(k=3) == SpeedSpec(3, anchor_tokens=3, boundary="keep")

@@ -65,6 +65,16 @@ def test_leaves_the_patch_and_the_mode_as_they_were() -> None:
     assert torch.equal(before, model.generate(ids, max_new_tokens=4, do_sample=False))
 
 
+def test_a_requests_depth_outlives_it() -> None:
+    model, ids = kvspeed.patch_model(tiny_model("llama"), 4), random_ids(15)
+    options = {"max_new_tokens": 3, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    with kvspeed.at_depth(model, 2):
+        before = model.generate(ids, **options)
+        assert kvspeed.verify(model).ok
+        after = model.generate(ids, **options)
+    assert all(torch.equal(one, other) for one, other in zip(before.logits, after.logits, strict=True))
+
+
 def test_a_wrong_frequency_fails_the_shift(monkeypatch: pytest.MonkeyPatch) -> None:
     true = rope.RopeSpec.from_model
 

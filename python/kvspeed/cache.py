@@ -215,7 +215,9 @@ class KVCache(DynamicCache):
         return layer.update(key_states, value_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self._layers()[layer_idx].get_seq_length()
+        """Tokens that the cache has seen; of a deep layer too, whose own are fewer: masks are made by positions."""
+        deep = self.spec is not None and self.spec.is_deep(layer_idx)
+        return self._layers()[0 if deep else layer_idx].get_seq_length()
 
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
         layer = self._layers()[layer_idx]

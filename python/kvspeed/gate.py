@@ -16,13 +16,12 @@ import torch
 from torch import nn
 
 from kvspeed import ops
-from kvspeed.install import patched, unpatch_model
+from kvspeed.install import install, patched, unpatch_model
 from kvspeed.models import architecture, base_model, causal_lm
 from kvspeed.packet import assemble, build_preamble
-from kvspeed.patch import patch_model
 from kvspeed.rule import SpeedSpec, speed_mask
 from kvspeed.speed.prefill import prompt_kv
-from kvspeed.state import PatchState, state_of
+from kvspeed.state import state_of
 
 __all__ = ["Check", "VerifyReport", "verify"]
 
@@ -119,22 +118,8 @@ def verify(model: nn.Module, tokenizer: Any = None) -> VerifyReport:
     finally:
         inner.train(training)
         if before is not None:
-            _restore(model, before)
+            install(model, before)
     return report
-
-
-def _restore(model: nn.Module, before: PatchState) -> None:
-    rule = before.rule
-    patch_model(
-        model,
-        None if rule.gaps else rule.k,
-        anchor_tokens=rule.anchor_tokens,
-        boundary=rule.boundary,
-        upper_attention=rule.upper_attention,
-        turns=rule.turns,
-        deep_layers=rule.deep_layers(before.layers) if rule.gaps else None,
-        k_by_task=before.k_by_task,
-    )
 
 
 def _shift(model: nn.Module, ids: torch.Tensor) -> float:

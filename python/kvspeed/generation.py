@@ -87,9 +87,9 @@ def generate(self: Any, inputs: torch.Tensor | None = None, *args: Any, **kwargs
         raise
 
 
-def slices_inputs(model: Any) -> bool:
+def slices_inputs() -> bool:
     """Whether this transformers version leaves it to the caller to take cached tokens out of a forward's inputs."""
-    return "next_sequence_length" in inspect.signature(type(model).prepare_inputs_for_generation).parameters
+    return "next_sequence_length" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
 
 
 def prepare_inputs(
@@ -104,7 +104,8 @@ def prepare_inputs(
         seen = cache.get_seq_length()
         if 0 < seen < (cache.prompt_end or 0) <= input_ids.shape[1]:
             next_sequence_length = input_ids.shape[1] - seen
-    return type(self).prepare_inputs_for_generation(self, input_ids, next_sequence_length, *args, **kwargs)
+    kwargs["next_sequence_length"] = next_sequence_length  # by name: Phi-3's own comes after other arguments
+    return type(self).prepare_inputs_for_generation(self, input_ids, *args, **kwargs)
 
 
 # transformers reads it. Not functools.wraps: a function that bears another's name cannot be pickled.

@@ -106,5 +106,5 @@ def install(model: nn.Module, state: PatchState) -> None:
     if hasattr(inner, "generate"):
         # Partial functions, since a method would be pickled by its name alone and come back as transformers' own.
         inner.generate = partial(generation.generate, inner)
-        if generation.slices_inputs(inner):
+        if generation.slices_inputs():
             inner.prepare_inputs_for_generation = partial(generation.prepare_inputs, inner)

@@ -34,8 +34,14 @@ def labelled_rows(
     labels, answer = labels.cpu(), answer.cpu()
     real = torch.ones_like(answer) if attention_mask is None else attention_mask.cpu() != 0
     answer = answer & real
-    if not bool(answer.any()):
-        raise ValueError("labels hold no answer: every entry is -100 or padding; give at least one token its label")
+    learned = answer.clone()  # what a token right before it predicts; none does after padding or a hole in the mask
+    learned[:, 0] = False
+    learned[:, 1:] &= real[:, :-1]
+    if not bool(learned.any()):
+        raise ValueError(
+            "labels hold no answer: every entry is -100, padding, or has no token before it; give at least one token "
+            "its label"
+        )
     slot = torch.arange(labels.shape[1])
     padding = torch.where(real, 0, 1).cumprod(1).sum(1, keepdim=True)  # leading zeros of the mask
     anchor = real & (slot - padding < spec.anchor_tokens)
@@ -63,4 +69,4 @@ def labelled_rows(
         plain=False,
         valid=valid if spec.gaps else None,
     )
-    return plan, torch.where(valid, labels.gather(1, index), -100)
+    return plan, torch.where(valid & learned.gather(1, index), labels.gather(1, index), -100)

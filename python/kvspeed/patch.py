@@ -107,9 +107,12 @@ def _rule(model: nn.Module, layers: int, given: dict[str, Any]) -> SpeedSpec:
         given["k"], given["gaps"] = _depth_and_gaps(deep_layers, layers)
     elif k is not None:
         given["gaps"] = ()
-    # Where every layer takes every token a damaged entry of the config need not matter.
-    everywhere = k == layers and not isinstance(k, bool)
-    tuned = None if everywhere else remembered_spec(model)
+    try:
+        tuned = remembered_spec(model)
+    except ValueError:
+        if k != layers or isinstance(k, bool):
+            raise
+        tuned = None  # where every layer takes every token a damaged entry of the config need not matter
     rule = replace(tuned, **given) if tuned is not None else SpeedSpec(**{"k": layers, **given})
     if rule.k > layers:
         raise ValueError(f"k is {rule.k} and the model has {layers} layers; give 1 to {layers}, or None for all")

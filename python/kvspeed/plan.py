@@ -228,7 +228,7 @@ class DeepPlan:
                 )
             else:
                 layer.write(key[:, :, : self.anchors], value[:, :, : self.anchors], 0)
-            at = max(at, self.anchors)
+            at = layer.length = max(at, self.anchors)  # now, so that a storage that grows takes them along
             key, value = key[:, :, self.anchors :], value[:, :, self.anchors :]
         layer.write(key, value, at)
         layer.length = at + self.kept
@@ -315,7 +315,7 @@ def _plan_padded(
     anchors = area if bool(arriving.any()) else 0
     boundary = prompt_end - 1 if past <= prompt_end - 1 < end else None
     late_end = min(end, prompt_end, int(padding.max()) + spec.anchor_tokens) if batch else 0
-    late = list(range(max(past, area_end), late_end))
+    late = [] if prefix else list(range(max(past, area_end), late_end))  # packets that came first hold all anchors
     answers = list(range(max(past, prompt_end), end))
     keep = spec.boundary == "keep" or boundary in late
     shallow = [slot for slot in late if slot != boundary]
@@ -329,11 +329,12 @@ def _plan_padded(
         [area_slot[:, :anchors], torch.tensor([plain_columns], dtype=torch.long).reshape(1, -1).expand(batch, -1)], 1
     )
     keys = torch.tensor([old + stored], dtype=torch.long).reshape(1, -1).expand(batch, -1)
+    padded = (keys >= prefix) & (keys - padding[:, None] < prefix)
     keys = torch.where(keys < prefix, keys + padding[:, None], keys)  # packets lie before the padding: undo its shift
     key_slot = torch.cat([area_slot, keys], 1)
     # An anchor that is also the boundary token stands twice in its row; the anchor's copy counts.
     twice = (keys - padding[:, None]) < count[:, None]
-    key_seen = torch.cat([real & (area_slot < end), ~twice], 1)
+    key_seen = torch.cat([real & (area_slot < end), ~(twice | padded)], 1)
     unseen = hidden | new_hidden | set(dropped)
     key_answer = torch.tensor([True] * area + [slot not in unseen for slot in old + stored]).expand(batch, -1)
     order = None

@@ -111,6 +111,7 @@ class Sample:
         for number, check in enumerate(self.checks):
             if not isinstance(check, str):
                 raise TypeError(f"checks[{number}]: expected a string, got {type(check).__name__}")
+            _check_text(f"checks[{number}]", check)
         self._check_gold()
 
     def _check_gold(self) -> None:

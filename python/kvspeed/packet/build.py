@@ -65,6 +65,8 @@ def build_packet(
     depth = stored_depth(model, k)
     if adapter is not None:
         adapter.check_model(model)
+        if not all(bool(part.isfinite().all()) for part in (adapter.header, adapter.trailer)):
+            raise ValueError("adapter: its soft tokens hold a number that is not finite; load or train another one")
     ids = encode(tokenizer, text, "text")
     adapter = adapter if adapter is not None and adapter.tokens else None
     if press is None:

@@ -139,6 +139,8 @@ def generate(
         prefix = cache.prefix_ids or []
         assembled = time.perf_counter()
         clock = _Clock() if return_stats else None
+        if generate_kwargs.get("stop_strings") is not None:
+            generate_kwargs["tokenizer"] = tokenizer  # by which transformers looks for them
         output = _run(model, cache, prompts, prefix, max_new_tokens, clock, cuda_graph, generate_kwargs)
     new = output[:, len(prefix) + width :]
     answers = tokenizer.batch_decode(new, skip_special_tokens=True)

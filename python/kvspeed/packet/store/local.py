@@ -48,7 +48,10 @@ class LocalBackend:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.root = Path(path).expanduser().absolute()
+        try:
+            self.root = Path(path).expanduser().absolute()
+        except RuntimeError as error:  # ~name of nobody
+            raise ValueError(f"{path}: {error} Give another folder") from None
         self.place = str(self.root)
         with reaching(self.place, "read"):
             if self.root.exists() and not self.root.is_dir():

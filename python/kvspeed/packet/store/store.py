@@ -93,6 +93,11 @@ class PacketStore:
             raise TypeError("model, tokenizer: give both, or neither for a store that is only looked at")
         if model is None and any(value is not None for value in (adapter, k, press, dtype)):
             raise TypeError("adapter, k, press, dtype: say how packets are made, which needs model and tokenizer")
+        if device is not None:
+            try:
+                device = torch.device(device)
+            except (RuntimeError, TypeError) as error:
+                raise ValueError(f"device: got {device!r} ({str(error).splitlines()[0]:.100})") from None
         builder = Builder(model, tokenizer, adapter, k, press, dtype) if model is not None else None
         limit = parse_size("disk_limit", disk_limit)
         memory = MemoryTier(parse_size("memory_limit", memory_limit))

@@ -234,7 +234,8 @@ class _Run:
             part.requires_grad_(True)
             part.grad = None
         optimizer = torch.optim.AdamW(parts, lr=self.lr, weight_decay=0.0)
-        self.best, self.waited, self.whole = _copy(self.adapter), 0, True
+        self.best, self.waited, self.whole, self.due = _copy(self.adapter), 0, True, False
+        given_tokens = self.best
         self.checkpoint = Checkpoint(self.folder / "checkpoint.safetensors", self.settings) if self.folder else None
         teacher_seconds = self.report.teacher_seconds
         kept = self.checkpoint.restore(self.adapter, optimizer) if self.checkpoint is not None and resume else None
@@ -243,15 +244,21 @@ class _Run:
             self.report.teacher_seconds += teacher_seconds
         try:
             self._steps(student, optimizer)
+        except Exception:
+            self._put(given_tokens)  # so that the same call goes on from the checkpoint, or begins anew
+            raise
         finally:
             for part, before in zip(parts, given, strict=True):
                 part.requires_grad_(before)
                 part.grad = None
         if not self.held:
             self.best, self.report.best_step = _copy(self.adapter), self.report.steps
-        with torch.no_grad():
-            for name, tensor in self.best.items():
-                getattr(self.adapter, name).copy_(tensor)
+        self._put(self.best)
+
+    @torch.no_grad()
+    def _put(self, tokens: dict[str, torch.Tensor]) -> None:
+        for name, tensor in tokens.items():
+            getattr(self.adapter, name).copy_(tensor)
 
     def _steps(self, student: Student, optimizer: torch.optim.Optimizer) -> None:
         report = self.report
@@ -262,8 +269,7 @@ class _Run:
                 if report.steps == len(self.plan) or report.stopped_early:
                     break
                 self._step(student, optimizer)
-                if report.steps % self.checkpoint_every == 0:
-                    self._keep(optimizer)
+                self.due = report.steps % self.checkpoint_every == 0
         except KeyboardInterrupt:
             if self.whole:
                 self._keep(optimizer)
@@ -277,18 +283,22 @@ class _Run:
         due = report.steps % self.evaluate_every == 0 or report.steps == len(self.plan)
         return bool(self.held) and due and not looked
 
-    def _judge(self, found: float) -> None:
+    def _judge(self, found: StepRecord) -> None:
         """Keep the soft tokens if they are the best so far, and see whether it is time to stop."""
         report = self.report
+        self.whole = False  # until the look counts: it is judged once, also by a run that was interrupted here
+        report.records.append(found)
         if report.steps == 0:
-            report.first_dev = found
-        if report.best_dev is None or found < report.best_dev:
-            report.best_dev, report.best_step = found, report.steps
+            report.first_dev = found.loss
+        if report.best_dev is None or found.loss < report.best_dev:
+            report.best_dev, report.best_step = found.loss, report.steps
             self.best, self.waited = _copy(self.adapter), 0
         else:
             self.waited += 1
         ended = report.steps == len(self.plan)
         report.stopped_early = self.patience is not None and self.waited >= self.patience and not ended
+        self.whole = True
+        self._tell("dev", report.steps, len(self.plan), found)
 
     def _step(self, student: Student, optimizer: torch.optim.Optimizer) -> None:
         report, begin = self.report, time.perf_counter()
@@ -306,6 +316,9 @@ class _Run:
         optimizer.param_groups[0]["lr"] = rate
         loss = self.processes.sum(total) / count
         self._check_finite(loss, "loss")
+        if self.due:  # now that the soft tokens are known to be good
+            self.due = False
+            self._keep(optimizer)
         self.whole = False  # until the step counts
         optimizer.step()
         took = time.perf_counter() - begin
@@ -318,7 +331,7 @@ class _Run:
         self.whole = True
         self._tell("train", report.steps, len(self.plan), record)
 
-    def _look(self, student: Student) -> float:
+    def _look(self, student: Student) -> StepRecord:
         """Loss on the dev split."""
         begin, total, count = time.perf_counter(), 0.0, 0
         first = len(self.contexts)
@@ -329,10 +342,7 @@ class _Run:
         self._check_finite(found, "loss on the dev split")  # nothing is less than a NaN: the first would stay the best
         self.report.seconds += time.perf_counter() - begin
         rate = self.report.records[-1].lr if self.report.records else 0.0
-        record = StepRecord(self.report.steps, "dev", found, rate, self.report.seconds)
-        self.report.records.append(record)
-        self._tell("dev", self.report.steps, len(self.plan), record)
-        return found
+        return StepRecord(self.report.steps, "dev", found, rate, self.report.seconds)
 
     def _check_finite(self, loss: float, what: str) -> None:
         if not math.isfinite(loss):

@@ -59,7 +59,7 @@ class Run:
         self._flags = [(part, part.requires_grad) for part in self._soft()]
         self.evaluate_every = self.choices.evaluate_every or max(1, len(self.plan) // 10)
         self.best = self._copy()
-        self.waited, self.whole = 0, True
+        self.waited, self.whole, self.due = 0, True, False
         self.state = State(self.folder / "checkpoint.safetensors", self.settings) if self.folder is not None else None
 
     def train(self, learner: Learner, resume: bool) -> None:
@@ -85,7 +85,7 @@ class Run:
         try:
             self._steps(learner)
         finally:
-            if not self.held and self.whole:
+            if not self.held and self.whole and self.report.stopped != "not a number":
                 self.best, self.report.best_step = self._copy(), self.report.steps
             self._put(self.best)
             for part, before in self._flags:
@@ -101,15 +101,16 @@ class Run:
                 if report.steps == len(self.plan) or report.stopped_early:
                     break
                 self._step(learner)
-                if report.steps % self.choices.checkpoint_every == 0:
-                    self._keep()
-        except (KeyboardInterrupt, _NotANumber) as error:
+                self.due = report.steps % self.choices.checkpoint_every == 0
+        except _NotANumber as error:  # the weights that gave it are worth nothing: the checkpoint stays as it is
+            if self.folder is not None and self.processes.is_main:
+                self._write_report()
+            raise ValueError(str(error)) from None
+        except KeyboardInterrupt:
             if self.whole:
                 self._keep()
                 if not self.held and report.steps:
                     self.write()
-            if isinstance(error, _NotANumber):
-                raise ValueError(str(error)) from None
             raise
         self._keep()
 
@@ -122,21 +123,25 @@ class Run:
 
     def _judge(self, found: TuneRecord) -> None:
         """Keep the weights if they are the best so far, and see whether it is time to stop."""
-        report = self.report
+        report, better = self.report, self.report.best_dev is None or found.loss < self.report.best_dev
+        self.whole = False  # until the look counts: it is judged once, also by a run that was interrupted here
+        report.records.append(found)
         if report.steps == 0:
             report.first_dev, report.first_exact = found.loss, found.exact
-        if report.best_dev is None or found.loss < report.best_dev:
+        if better:
             report.best_dev, report.best_exact, report.best_step = found.loss, found.exact, report.steps
             self.best, self.waited = self._copy(), 0
-            if report.steps:
-                self._keep()
-                self.write()
         else:
             self.waited += 1
         ended = report.steps == len(self.plan)
         patience = self.choices.patience
         report.stopped_early = patience is not None and self.waited >= patience and not ended
         report.stopped = "early" if report.stopped_early else ""
+        self.whole = True
+        if better and report.steps:
+            self._keep()
+            self.write()
+        self._tell("dev", report.steps, len(self.plan), found)
 
     def _step(self, learner: Learner) -> None:
         report, begin, choices = self.report, time.perf_counter(), self.choices
@@ -151,6 +156,8 @@ class Run:
         norm = self._clip()
         if not math.isfinite(loss) or not math.isfinite(norm):
             self._refuse("loss" if not math.isfinite(loss) else "gradient")
+        if self.due:  # now that the weights are known to be good
+            self._keep_good()
         share = _share(report.steps, len(self.plan), choices.warmup)
         for group, rate in zip(self.optimizer.param_groups, (choices.lr, choices.adapter_lr), strict=False):
             group["lr"] = rate * share
@@ -173,7 +180,8 @@ class Run:
     def _refuse(self, what: str) -> NoReturn:
         """End the run, since `what` is no number."""
         self.report.stopped = "not a number"
-        where = "the checkpoint holds the last good state; " if self.state is not None else ""
+        kept = self.state is not None and self.state.path.is_file()
+        where = "the checkpoint holds the last good state; " if kept else ""
         raise _NotANumber(
             f"the {what} is no number after {self.report.steps} steps: {where}lower lr ({self.choices.lr}), or train "
             "in float32"
@@ -203,10 +211,7 @@ class Run:
             self._refuse("loss on the dev split")
         self.report.seconds += time.perf_counter() - begin
         rate = self.report.records[-1].lr if self.report.records else 0.0
-        record = TuneRecord(self.report.steps, "dev", loss, rate, self.report.seconds, 0.0, exact)
-        self.report.records.append(record)
-        self._tell("dev", self.report.steps, len(self.plan), record)
-        return record
+        return TuneRecord(self.report.steps, "dev", loss, rate, self.report.seconds, 0.0, exact)
 
     def _add_up(self) -> None:
         """Every weight's gradient becomes the sum over all processes."""
@@ -253,6 +258,13 @@ class Run:
         if device.type == "cuda":
             return torch.cuda.max_memory_allocated(device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+    def _keep_good(self) -> None:
+        """A checkpoint of weights that just gave a loss; without a dev split they are the best so far."""
+        self.due = False
+        if not self.held:
+            self.best, self.report.best_step = self._copy(), self.report.steps
+        self._keep()
 
     def _keep(self) -> None:
         if self.state is None or not self.processes.is_main:

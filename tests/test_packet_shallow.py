@@ -1,0 +1,69 @@
+# Copyright 2026 the kvspeed authors. SPDX-License-Identifier: Apache-2.0
+"""Packets under SPEED with questions that are longer than the packets, or than what the kernels serve."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from kvspeed import build_packet, generate, patch_model
+from packet_tools import random_text, tiny_tokenizer
+from tiny_models import tiny_model
+
+EXACT: dict[str, Any] = {"max_new_tokens": 3, "separator": ""}
+
+
+def first_logits(model: Any, tokenizer: Any, question: Any, packets: Any, **options: Any) -> torch.Tensor:
+    """float32 `[B, vocabulary]`: the logits of the first answer token."""
+    seen: list[torch.Tensor] = []
+    handle = model.lm_head.register_forward_hook(lambda module, given, found: seen.append(found[:, -1].float().clone()))
+    try:
+        generate(model, tokenizer, question, packets, **{**EXACT, **options})
+    finally:
+        handle.remove()
+    return seen[0]
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "gemma3_text", "llama"])
+@pytest.mark.parametrize("k", [1, 4])
+@pytest.mark.parametrize("tokens", [1, 64, 65, 100])
+def test_view_is_copy_for_questions_of_any_length(architecture: str, k: int, tokens: int) -> None:
+    """From 65 tokens on a CPU's prefill is torch's own, with transformers' mask: sliding layers ask for positions."""
+    model, tokenizer = tiny_model(architecture, layers=6), tiny_tokenizer(bos=True)
+    patch_model(model, k=k)
+    packets, question = (
+        [build_packet(model, tokenizer, random_text(40, seed)) for seed in range(2)],
+        random_text(tokens, 7),
+    )
+    view, copy = (first_logits(model, tokenizer, question, packets, mode=mode) for mode in ("view", "copy"))
+    torch.testing.assert_close(view, copy, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("head_dim", [12, 20])
+def test_view_is_copy_where_no_kernel_takes_the_head_size(head_dim: int) -> None:
+    settings = {"hidden_size": 4 * head_dim, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sliding = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}
+    model, tokenizer = tiny_model("qwen2", layers=6, **settings, **sliding), tiny_tokenizer(bos=True)
+    patch_model(model, k=4)
+    packets = [build_packet(model, tokenizer, random_text(30, seed)) for seed in range(2)]
+    view, copy = (first_logits(model, tokenizer, "w300 w301", packets, mode=mode) for mode in ("view", "copy"))
+    torch.testing.assert_close(view, copy, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["view", "copy"])
+@pytest.mark.parametrize("anchor_tokens", [0, 1, 3])
+@pytest.mark.parametrize("document", [3, 10])
+def test_rows_are_padded_beyond_the_packets(mode: str, anchor_tokens: int, document: int) -> None:
+    """A short question beside one that is longer than all packets: its padding is no anchor."""
+    model, tokenizer = tiny_model("llama", layers=4), tiny_tokenizer(bos=True)
+    patch_model(model, k=2, anchor_tokens=anchor_tokens)
+    packets = [build_packet(model, tokenizer, random_text(document, 1))]
+    questions = [random_text(count, 50 + count) for count in (2, 20, 11, 1)]
+    options: dict[str, Any] = {"mode": mode, "preamble": False}
+    together = first_logits(model, tokenizer, questions, packets, **options)
+    answers = generate(model, tokenizer, questions, packets, **EXACT, **options)
+    for row, question in enumerate(questions):
+        alone = first_logits(model, tokenizer, question, packets, **options)[0]
+        torch.testing.assert_close(together[row], alone, atol=2e-4, rtol=1e-4)
+        assert answers[row] == generate(model, tokenizer, question, packets, **EXACT, **options)
