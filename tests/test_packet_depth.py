@@ -182,6 +182,20 @@ def test_removed_tokens() -> None:
             close(found.anchor_values[:, :, 0], changed.values[3:, :, 0])  # type: ignore[index]
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_removed_tokens_in_fewer_bits(dtype: torch.dtype) -> None:
+    """The anchor is picked out of 8-bit numbers head by head."""
+    packet = build_packet(fresh("llama"), TOKENIZER, random_text(24, 5), press=RandomPress(0.5, seed=3))
+    positions = packet.positions.clone()  # type: ignore[union-attr]
+    positions[:, :, 0] = 0
+    positions[:, :, 1:] = torch.arange(1, positions.shape[2])
+    small = quantise(dataclasses.replace(packet, positions=positions), dtype)
+    found, wanted = small.to_depth(3), small.full().to_depth(3)
+    assert found.anchor_keys is not None
+    close(found.anchor_keys, wanted.anchor_keys)
+    close(found.anchor_values, wanted.anchor_values)
+
+
 def test_less_deep_ones_are_refused() -> None:
     text = documents(1)[0]
     packet = build_packet(speedy("llama", 3), TOKENIZER, text)

@@ -67,3 +67,22 @@ def test_rows_are_padded_beyond_the_packets(mode: str, anchor_tokens: int, docum
         alone = first_logits(model, tokenizer, question, packets, **options)[0]
         torch.testing.assert_close(together[row], alone, atol=2e-4, rtol=1e-4)
         assert answers[row] == generate(model, tokenizer, question, packets, **EXACT, **options)
+
+
+@pytest.mark.parametrize(("architecture", "implementation"), [("gemma3_text", "sdpa"), ("gemma2", "eager")])
+@pytest.mark.parametrize("k", [None, 4])
+@pytest.mark.parametrize("mode", ["view", "copy"])
+@pytest.mark.parametrize(("head_dim", "lengths"), [(16, (2, 100, 40)), (12, (2, 20, 1))])
+def test_windows_go_by_position_in_padded_rows(
+    architecture: str, mode: str, k: int | None, head_dim: int, lengths: tuple[int, ...], implementation: str
+) -> None:
+    """Behind packets a row's padding lies between them and its tokens; transformers' masks count it as distance."""
+    model, tokenizer = tiny_model(architecture, layers=6, head_dim=head_dim), tiny_tokenizer(bos=True)
+    model.set_attn_implementation(implementation)
+    patch_model(model, k=k)
+    packets = [build_packet(model, tokenizer, random_text(30, seed)) for seed in range(2)]
+    questions = [random_text(count, 50 + count) for count in lengths]
+    together = first_logits(model, tokenizer, questions, packets, mode=mode)
+    for row, question in enumerate(questions):
+        alone = first_logits(model, tokenizer, question, packets, mode=mode)[0]
+        torch.testing.assert_close(together[row], alone, atol=2e-4, rtol=1e-4)

@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from kvspeed import ops
 from kvspeed.ops.attention import covers
 from kvspeed.plan import DeepPlan, Plan
+from kvspeed.positions import MASKS, as_taken, visible_by_position
 from kvspeed.removed import laid_out
 from kvspeed.rope import RopeSpec
 from kvspeed.segment import Segment
@@ -80,6 +81,8 @@ def attention_forward(
             inv_freq = module._kvspeed.inv_freq(index) if segments else None  # type: ignore[union-attr, operator]
             out = _segments(plan, index, query, key, value, inv_freq, scale, softcap, window)
             return out.transpose(1, 2).contiguous(), None
+        if window is not None:
+            attention_mask = _by_position(plan, module, query, key, attention_mask, window)
     own = _own_attention(module)
     return own(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
 
@@ -162,6 +165,26 @@ def _materialised(
     )
     rows = key.shape[0]
     return torch.cat([keys.expand(rows, -1, -1, -1), key], 2), torch.cat([values.expand(rows, -1, -1, -1), value], 2)
+
+
+def _by_position(
+    plan: Plan, module: Any, query: torch.Tensor, key: torch.Tensor, given: torch.Tensor | None, window: int
+) -> torch.Tensor | None:
+    """The mask of a layer with a window where rows are padded behind packets; else the one that is `given`."""
+    cache, layer = plan.cache, plan.cache.layer(module.layer_idx) if plan.cache is not None else None
+    if cache is None or layer is None or not cache.assembled or plan.padding is None or not plan.plain_mask:
+        return given
+    if layer.survivors:  # `laid_out` made it
+        return given
+    name = module._kvspeed.config._attn_implementation
+    if name not in MASKS:
+        raise ValueError(
+            "padded rows behind packets in a sliding-window layer need attn_implementation 'sdpa' or 'eager', and "
+            f"this model has {name!r}: load it with one of them, or ask questions of different lengths one by one"
+        )
+    tail = key.shape[2] - cache.assembled
+    mask = visible_by_position(plan.padding, cache.assembled, layer.start, query.shape[2], tail, window)
+    return as_taken(mask.to(query.device), name, query.dtype)
 
 
 def _one_row(segment: Segment, row: int) -> Segment:

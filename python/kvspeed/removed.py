@@ -9,12 +9,13 @@ for each head hides the zeros; the model's own attention does the rest.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kvspeed import ops
+from kvspeed.positions import MASKS, as_taken, visible_by_position
 from kvspeed.rope import RopeSpec
 
 if TYPE_CHECKING:
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from kvspeed.segment_layer import SegmentLayer
 
 __all__ = ["laid_out"]
-
-_MASKS = ("sdpa", "eager")  # implementations that take a mask for each head
 
 
 def laid_out(
@@ -58,7 +57,7 @@ def laid_out(
         ValueError: the implementation does not take such a mask.
     """
     assert plan.cache is not None
-    if implementation not in _MASKS:
+    if implementation not in MASKS:
         raise ValueError(
             f"packets with removed tokens in a sliding-window layer, or beside a mask that is more than left padding, "
             f"need attn_implementation 'sdpa' or 'eager', and this model has {implementation!r}: load it with one of "
@@ -71,18 +70,16 @@ def laid_out(
     keys, values, there = _dense(layer, rope, index, begin)
     rows, tail = key.shape[0], key.shape[2]
     if plan.plain_mask:
-        seen = _visible(plan, layer, query.shape[2], tail, window, begin).to(query.device)
+        seen = visible_by_position(plan.padding, layer.prefix, layer.start, query.shape[2], tail, window, begin).to(
+            query.device
+        )
     elif attention_mask is None:
         raise ValueError("attention_mask: hides more than left padding, and transformers made no mask of it")
     else:
         seen = attention_mask if attention_mask.dtype == torch.bool else attention_mask >= 0
     there = torch.cat([there, there.new_ones(there.shape[0], tail)], 1)
     heads = there.repeat_interleave(query.shape[1] // there.shape[0], 0)
-    mask = seen & heads[None, :, None]
-    if implementation == "eager":
-        mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(
-            ~mask, torch.finfo(query.dtype).min
-        )
+    mask = as_taken(seen & heads[None, :, None], implementation, query.dtype)
     return (
         torch.cat([keys.expand(rows, -1, -1, -1), key], 2),
         torch.cat([values.expand(rows, -1, -1, -1), value], 2),
@@ -122,20 +119,3 @@ def _dense(layer: SegmentLayer, rope: RopeSpec, index: int, begin: int) -> tuple
     result = (keys[:, :, :length], values[:, :, :length], there[:, :length])
     layer.dense = (begin, result)
     return result
-
-
-def _visible(plan: Plan, layer: SegmentLayer, queries: int, tail: int, window: int | None, begin: int) -> Tensor:
-    """bool `[B or 1, 1, Q, N]` on the CPU: causal, windowed and without padding, by position, nothing removed."""
-    rows: Any = plan.padding if plan.padding is not None else torch.zeros(1, dtype=torch.long)
-    slots = layer.prefix + layer.start + torch.arange(tail)
-    shifted = slots[None] - rows[:, None]  # padding lies between the packets and a row's first token
-    before = torch.arange(begin, layer.prefix).expand(rows.shape[0], -1)
-    key = torch.cat([before, shifted], 1)
-    real = torch.cat([torch.ones_like(before, dtype=torch.bool), shifted >= layer.prefix], 1)
-    query = shifted[:, tail - queries :, None]
-    seen = (key[:, None] <= query) & real[:, None]
-    if window is not None:
-        seen &= key[:, None] > query - window
-    alone = ~seen.any(-1, keepdim=True)  # padding: softmax needs one key
-    own = torch.arange(key.shape[1])[None] == torch.arange(key.shape[1] - queries, key.shape[1])[:, None]
-    return (seen | (alone & own[None]))[:, None]

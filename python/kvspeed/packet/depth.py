@@ -74,7 +74,8 @@ def _anchors(packet: Packet, k: int, count: int) -> tuple[torch.Tensor, torch.Te
         if at is None:
             part = part[:, :, :count]
         else:
-            part = part.gather(2, at[..., None].expand(*at.shape, part.shape[3]))
+            bits = part.view(torch.uint8) if part.dtype.itemsize == 1 else part  # torch gathers no float8
+            part = bits.gather(2, at[..., None].expand(*at.shape, part.shape[3])).view(part.dtype)
         part = restore(part, None if scale is None else scale[k:], packet.dtype)
         found.append(part.clone() if rest is None else torch.cat([part, rest[:, :, :count]]))
     return found[0], found[1]
