@@ -127,7 +127,7 @@ def test_plots(tmp_path, monkeypatch):
     documents, code, whole = figures[0].axes
     assert (documents.get_title(), code.get_title(), whole.get_title()) == ("documents", "code", "all tasks")
     points = {box.get_label(): box.lines[0].get_xydata().tolist() for box in code.containers}
-    assert points == {"speed": [[2, 0.5], [3, 1.0]], "pop": [[2, 0.0]]}
+    assert points == {"speed": [[2, 0.5], [3, 1.0]], "pop@tuned": [[2, 0.0]]}
     assert code.lines[0].get_ydata()[0] == 1.0  # full
     plots_speed.plot_lengths(ROWS, tmp_path / "x.png")
     ttft, step, kv = figures[1].axes

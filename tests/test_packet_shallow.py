@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from kvspeed import build_packet, generate, patch_model
+from kvspeed import assemble, build_packet, generate, patch_model
+from kvspeed.state import state_of
 from packet_tools import random_text, tiny_tokenizer
-from tiny_models import tiny_model
+from tiny_models import random_ids, tiny_model
 
 EXACT: dict[str, Any] = {"max_new_tokens": 3, "separator": ""}
 
@@ -86,3 +87,35 @@ def test_windows_go_by_position_in_padded_rows(
     for row, question in enumerate(questions):
         alone = first_logits(model, tokenizer, question, packets, mode=mode)[0]
         torch.testing.assert_close(together[row], alone, atol=2e-4, rtol=1e-4)
+
+
+def asked(model: Any, cache: Any, rows: list[list[int]], steps: int = 2) -> torch.Tensor:
+    """Logits `[B, steps, vocabulary]` of rows of ids behind what `cache` holds, through the model's `generate`."""
+    before, width = list(cache.prefix_ids), max(map(len, rows))
+    ids = torch.tensor([before + [7] * (width - len(row)) + row for row in rows])
+    mask = torch.ones_like(ids)
+    for index, row in enumerate(rows):
+        mask[index, len(before) : len(before) + width - len(row)] = 0
+    options = {"max_new_tokens": steps, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    given = {state_of(model).cache_name: cache, "pad_token_id": 600, "eos_token_id": 601}
+    with torch.no_grad():
+        return torch.stack(model.generate(ids, attention_mask=mask, **options, **given).logits, 1)
+
+
+@pytest.mark.parametrize("mode", ["view", "copy"])
+@pytest.mark.parametrize("k", [None, 2])
+@pytest.mark.parametrize("lengths", [(3, 3), (5, 2), (1, 30)])
+def test_packets_are_asked_again_after_a_crop(mode: Any, k: int | None, lengths: tuple[int, ...]) -> None:
+    """The rows of the first batch are gone, and their padding with them."""
+    model = patch_model(tiny_model("llama", layers=4), k=k)
+    packets = [build_packet(model, tiny_tokenizer(bos=True), random_text(10, 1))]
+    first, second = (
+        [random_ids(n, seed=n + 3 * i)[0].tolist() for i, n in enumerate(each)] for each in ((1, 20), lengths)
+    )
+    cache = assemble(packets, model=model, mode=mode)
+    seen = cache.get_seq_length()
+    asked(model, cache, first)
+    cache.crop(seen)
+    assert cache.padding is None
+    fresh = asked(model, assemble(packets, model=model, mode=mode), second)
+    torch.testing.assert_close(asked(model, cache, second), fresh, atol=2e-4, rtol=1e-4)

@@ -340,3 +340,26 @@ def test_padded_rows_driven_by_hand(reserved: bool, anchor_tokens: int) -> None:
     with torch.no_grad():
         found = model(input_ids=ids, attention_mask=mask, position_ids=positions, **{CACHE: cache}).logits[:, -1]
     close(found, wanted)
+
+
+@pytest.mark.parametrize("anchor_tokens", [0, 1, 2, 4])
+@pytest.mark.parametrize("target", [10, 19, 20, 21])
+def test_a_crop_to_before_a_rows_first_token(anchor_tokens: int, target: int) -> None:
+    """It begins anew with its next token, anchors included."""
+    model = speedy("llama", anchor_tokens=anchor_tokens)
+    long, short, new = ids_of(20)[0], ids_of(1, seed=1)[0], ids_of(15, seed=2, batch=2)
+    ids, mask = left_padded([long, short])
+    first = answer(model, ids, attention_mask=mask, n=4)
+    first.cache.crop(target)
+    kept, padding = first.sequences[:, :target], min(19, target)
+    whole, both = torch.cat([kept, new], 1), torch.ones(2, target + 15, dtype=torch.long)
+    both[1, :padding] = 0
+    found = answer(model, whole, attention_mask=both, n=3, **{CACHE: first.cache}).logits
+    answers = max(0, target - 20)
+    for row, skip in enumerate((0, padding)):
+        prompt = min(target, 20) - skip
+        turns = [(prompt, answers), (15, 2)] if prompt else [(15, 2)]
+        tokens = conversation(*turns)
+        said = torch.cat([whole[row, skip:], found[row, :2].argmax(-1)])
+        wanted = oracle(plain("llama"), said, tokens, anchor_tokens=anchor_tokens)
+        close(found[row], wanted[-3:])

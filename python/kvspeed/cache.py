@@ -215,9 +215,11 @@ class KVCache(DynamicCache):
         return layer.update(key_states, value_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens that the cache has seen; of a deep layer too, whose own are fewer: masks are made by positions."""
-        deep = self.spec is not None and self.spec.is_deep(layer_idx)
-        return self._layers()[0 if deep else layer_idx].get_seq_length()
+        return self._layers()[layer_idx].get_seq_length()
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Where the next token stands: also for a deep layer, whose own tokens are fewer. Masks are made by it."""
+        return self.get_seq_length()
 
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
         layer = self._layers()[layer_idx]
@@ -240,6 +242,7 @@ class KVCache(DynamicCache):
         for layer in self._shallow():
             layer.crop(target)
         self._keep_deep([slot for slot in self.deep_slots if slot < target])
+        self._crop_rows(target)
 
     def reset(self) -> None:
         for layer in self._layers():
@@ -339,6 +342,18 @@ class KVCache(DynamicCache):
             for index in self.spec.deep_layers(self.num_layers):
                 layer = self.layer(index)
                 layer.length = min(layer.length, self.anchor_area + len(slots))
+
+    def _crop_rows(self, target: int) -> None:
+        """What is known of single rows, after a crop to `target` tokens: a row may have lost anchors, or all it had."""
+        if self.anchor_count is not None:
+            padding = self.padding if self.padding is not None else torch.zeros_like(self.anchor_count)
+            self.anchor_count = torch.minimum(self.anchor_count, (target - padding).clamp_min(0))
+            self.anchor_end = min(self.anchor_end, target)
+        if self.padding is not None:
+            padding = self.padding.clamp(max=target - self.assembled)
+            self.padding = padding if bool(padding.any()) else None
+        if target == self.assembled:  # only packets are left, which are the same for any rows
+            self.anchor_area, self.anchor_count, self.anchor_end = 0, None, 0
 
 
 def _windows(config: Any) -> list[int | None]:

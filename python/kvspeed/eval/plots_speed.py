@@ -47,7 +47,7 @@ def plot_depth(entries: Sequence[Mapping[str, Any]], path: str | os.PathLike[str
     """Score over k, one panel a category, one line a method with 95 % intervals; methods without a depth are level."""
     plt = pyplot()
     categories = list(dict.fromkeys(entry["category"] for entry in entries))
-    families = list(dict.fromkeys(depth_of(_bare(entry["method"]))[0] for entry in entries))
+    families = list(dict.fromkeys(_line(entry["method"])[0] for entry in entries))
     depths = sorted({k for entry in entries if (k := depth_of(_bare(entry["method"]))[1]) is not None})
     figure, panels = panels_of(plt, len(categories))
     for panel, category in zip(panels, categories, strict=True):
@@ -56,7 +56,7 @@ def plot_depth(entries: Sequence[Mapping[str, Any]], path: str | os.PathLike[str
         for number, family in enumerate(families):
             points = []
             for entry in own:
-                name, k = depth_of(_bare(entry["method"]))
+                name, k = _line(entry["method"])
                 if name == family and k is not None:
                     points.append((k, entry["score"], *entry["score_interval"]))
                 elif name == family:
@@ -137,6 +137,13 @@ def plot_loops(entries: Sequence[Mapping[str, Any]], path: str | os.PathLike[str
     panel.grid(True, axis="x", alpha=0.25)
     panel.legend(fontsize=8)
     return saved(plt, figure, path)
+
+
+def _line(method: str) -> tuple[str, int | None]:
+    """The line that a method's point belongs to, and its depth: weights of another name make a line of their own."""
+    family, k = depth_of(_bare(method))
+    weights = method.partition("@")[2]
+    return (f"{family}@{weights}" if weights and depth_of(weights)[0] != family else family), k
 
 
 def _bare(method: str) -> str:

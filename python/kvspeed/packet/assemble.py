@@ -47,6 +47,8 @@ def assemble(
         preamble: the block before them (`build_preamble`), without soft tokens.
         mode: "view": packets are read where they lie, nothing is copied, and the model must be patched when the cache
             is used. "copy": one `rope_concat` writes all layers into storage of the cache's own, for any model to use.
+            (An unpatched model with sliding windows takes padding behind the packets for distance: give it rows of one
+            length.)
         capacity: token slots to allocate in all, packets included; the cache grows beyond them when it must. None: 256
             more than the packets take.
 
