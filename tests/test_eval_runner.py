@@ -462,7 +462,7 @@ def test_a_report_says_what_the_records_say(tiny, samples, tmp_path, monkeypatch
     path = tmp_path / "r.json"
     path.write_text(json.dumps(found))
     table = markdown(read_report(path))
-    assert "| full | 0.625 [" in table and "| none | 0.312 [" in table and "8 questions" in table
+    assert "| full | 0.625 [" in table and "| none | 0.312 [" in table and "(questions: 8; " in table
 
 
 @pytest.mark.parametrize(

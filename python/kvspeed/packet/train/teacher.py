@@ -172,6 +172,8 @@ def greedy_answers(
         logits = logits_of(model, states[len(query.question) - 1 :])
         said = logits.argmax(-1).tolist()
         agreed = next((i for i, (a, b) in enumerate(zip(said, draft, strict=True)) if a != b), len(draft))
+        ended = next((i for i, token in enumerate(said) if token in end), len(draft))  # also within the draft
+        agreed = min(agreed, ended)
         tokens, kept = said[: agreed + 1], logits[: agreed + 1]
         if tokens[-1] not in end and len(tokens) < max_new_tokens:
             more, more_logits = _decode(model, past, [*query.question, *tokens], end, max_new_tokens - len(tokens))
