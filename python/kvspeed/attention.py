@@ -183,8 +183,11 @@ def _by_position(
             f"this model has {name!r}: load it with one of them, or ask questions of different lengths one by one"
         )
     tail = key.shape[2] - cache.assembled
-    mask = visible_by_position(plan.padding, cache.assembled, layer.start, query.shape[2], tail, window)
-    return as_taken(mask.to(query.device), name, query.dtype)
+    kind = (window, layer.start, tail, query.device)
+    if kind not in plan.masks:
+        mask = visible_by_position(plan.padding, cache.assembled, layer.start, query.shape[2], tail, window)
+        plan.masks[kind] = as_taken(mask.to(query.device), name, query.dtype)
+    return plan.masks[kind]
 
 
 def _one_row(segment: Segment, row: int) -> Segment:

@@ -37,6 +37,7 @@ class Plan:
         deep: what layers >= k do; None where every layer takes every token.
         tail_length: for a step of `kvspeed.graph`, whose `update` gives the whole storage: `(layer, skip)` -> int32
             `[B]` on the layer's device, how many of its tokens from `skip` on are there. None: what `update` gives.
+        masks: of layers with a window whose rows are padded behind packets, made by the first layer of each kind.
     """
 
     cache: KVCache | None
@@ -46,6 +47,7 @@ class Plan:
     kernels: bool
     deep: DeepPlan | None = None
     tail_length: Callable[[int, int], torch.Tensor] | None = None
+    masks: dict[Any, torch.Tensor] = field(default_factory=dict)
 
     def tail(self, layer: int, skip: int = 0, row: int | None = None) -> dict[str, Any]:
         """The keyword that tells `segment_attention` how long the tail is, where its shape does not."""

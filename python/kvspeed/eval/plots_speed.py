@@ -48,7 +48,7 @@ def plot_depth(entries: Sequence[Mapping[str, Any]], path: str | os.PathLike[str
     plt = pyplot()
     categories = list(dict.fromkeys(entry["category"] for entry in entries))
     families = list(dict.fromkeys(_line(entry["method"])[0] for entry in entries))
-    depths = sorted({k for entry in entries if (k := depth_of(_bare(entry["method"]))[1]) is not None})
+    depths = sorted({k for entry in entries if (k := _line(entry["method"])[1]) is not None})
     figure, panels = panels_of(plt, len(categories))
     for panel, category in zip(panels, categories, strict=True):
         panel.set_xticks(depths)  # layers are whole
