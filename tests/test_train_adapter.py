@@ -6,9 +6,6 @@ from __future__ import annotations
 import csv
 import errno
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import kvspeed
 import pytest
@@ -19,7 +16,7 @@ from kvspeed.packet.train.batches import batches, split
 from kvspeed.packet.train.contexts import contexts_of
 from kvspeed.packet.train.student import Student
 from kvspeed.state import state_of
-from train_tools import asked_model, random_samples
+from train_tools import asked_model, random_samples, two_processes
 
 QUICK = {"max_new_tokens": 3, "batch_size": 4, "lr": 0.1, "top": 16}
 
@@ -368,10 +365,6 @@ def test_a_dev_loss_that_is_no_number_ends_it(tmp_path, monkeypatch, wrong):
 
 
 PROCESS = """
-import sys
-sys.path[:0] = [{tests!r}]
-import torch
-torch.set_num_threads(1)
 import kvspeed
 from kvspeed.packet import PacketAdapter
 from train_tools import asked_model, random_samples
@@ -388,24 +381,7 @@ print(report.steps, report.best_dev)
 def test_two_processes_do_the_work_of_one(tmp_path):
     """Over gloo on CPUs: the same soft tokens within rounding, and one of the processes writes."""
     pytest.importorskip("accelerate")
-    tests = str(Path(__file__).parent)
-    script = tmp_path / "script.py"
-    script.write_text(PROCESS.format(tests=tests, folder=str(tmp_path / "two")))
-    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20000 + os.getpid() % 20000)}
-    environment |= {"WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    running = [
-        subprocess.Popen(
-            [sys.executable, str(script)],
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said = [process.communicate(timeout=900) for process in running]
-    assert all(process.returncode == 0 for process in running), said
-    assert said[0][0] == said[1][0]
+    said = two_processes(PROCESS, tmp_path / "two")
     model, tokenizer = asked_model()
     adapter = soft(model)
     samples = random_samples(14, per_context=2, seed=11)
@@ -415,7 +391,7 @@ def test_two_processes_do_the_work_of_one(tmp_path):
     two = PacketAdapter.load(tmp_path / "two" / "adapter.safetensors", model)
     for one, other in zip(parts(adapter), parts(two), strict=True):
         torch.testing.assert_close(one, other, atol=5e-3, rtol=5e-3)
-    assert float(said[0][0].split()[1]) == pytest.approx(report.best_dev, rel=1e-3)
+    assert float(said.split()[1]) == pytest.approx(report.best_dev, rel=1e-3)
 
 
 def test_several_processes_need_a_folder(monkeypatch):

@@ -5,10 +5,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import kvspeed
@@ -19,7 +15,7 @@ from kvspeed.rule import SpeedSpec
 from kvspeed.speed import load_tuned, tune
 from kvspeed.state import state_of
 from kvspeed.tuned import remembered_spec
-from train_tools import asked_model, random_samples, same, weights
+from train_tools import asked_model, random_samples, same, two_processes, weights
 
 pytest.importorskip("peft")
 
@@ -426,10 +422,6 @@ def test_refuses_what_does_not_fit():
 
 
 PROCESS = """
-import sys
-sys.path[:0] = [{tests!r}]
-import torch
-torch.set_num_threads(1)
 from kvspeed.speed import tune
 from test_tune import QUICK
 from train_tools import asked_model, random_samples, same, weights
@@ -445,30 +437,14 @@ print(report.steps, report.best_dev)
 def test_two_processes_do_the_work_of_one(tmp_path):
     """Over gloo on CPUs: the same weights within rounding, and one of the processes writes."""
     pytest.importorskip("accelerate")
-    script = tmp_path / "script.py"
-    script.write_text(PROCESS.format(tests=str(Path(__file__).parent), folder=str(tmp_path / "two")))
-    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20000 + os.getpid() % 20000)}
-    environment |= {"WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    running = [
-        subprocess.Popen(
-            [sys.executable, str(script)],
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said = [process.communicate(timeout=900) for process in running]
-    assert all(process.returncode == 0 for process in running), said
-    assert said[0][0] == said[1][0]
+    said = two_processes(PROCESS, tmp_path / "two")
     model, tokenizer = asked_model()
     samples = random_samples(14, per_context=2, seed=11)
     report = tune(model, tokenizer, samples, **{**QUICK, "dev": 0.3, "loss": "kl", "evaluate_every": 2})
     two, _ = load_tuned(tmp_path / "two", asked_model()[0])
     for (name, one), other in zip(weights(model).items(), weights(two).values(), strict=True):
         torch.testing.assert_close(one, other, atol=5e-3, rtol=5e-3, msg=name)
-    assert float(said[0][0].split()[1]) == pytest.approx(report.best_dev, rel=1e-2)
+    assert float(said.split()[1]) == pytest.approx(report.best_dev, rel=1e-2)
 
 
 # ---- other people's loops -------------------------------------------------------------------------------------------

@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -72,3 +76,37 @@ def dense_logits(model: Any, context: Context, answer: Answer, index: int, adapt
     lengths = [len(block) for block in blocks]
     logits = masked_logits(model, torch.cat(blocks), block_mask(lengths), **upper)
     return logits[-len(answer.tokens) - 1 : -1]
+
+
+_START = """
+import atexit, sys
+import torch
+atexit.register(lambda: print("in a group:", torch.distributed.is_initialized()))
+torch.set_num_threads(1)
+sys.path[:0] = [{tests!r}]
+"""
+
+
+def two_processes(script: str, folder: Path) -> str:
+    """Runs `script` ({folder} filled in) in two processes over gloo; what both said. They end well, out of their group:
+    one that is still in it as the interpreter ends aborts now and then."""
+    path = folder.with_suffix(".py")
+    path.write_text((_START + script).format(tests=str(Path(__file__).parent), folder=str(folder)))
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20000 + os.getpid() % 20000)}
+    environment |= {"WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    running = [
+        subprocess.Popen(
+            [sys.executable, str(path)],
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [process.communicate(timeout=900) for process in running]
+    assert all(process.returncode == 0 for process in running), said
+    assert said[0][0] == said[1][0]
+    result, end = said[0][0].rsplit("in a group: ", 1)
+    assert end == "False\n"
+    return result

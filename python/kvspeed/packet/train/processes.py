@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 __all__ = ["Processes"]
@@ -41,7 +43,10 @@ class Processes:
             raise ImportError(
                 "several processes work together through accelerate, which is missing; pip install accelerate"
             ) from None
+        ours = not dist.is_initialized()
         accelerator = Accelerator(cpu=next(model.parameters()).device.type == "cpu")
+        if ours:
+            atexit.register(_leave)
         return cls(accelerator.process_index, accelerator.num_processes, accelerator)
 
     @property
@@ -64,3 +69,10 @@ class Processes:
             return value
         tensor = torch.tensor([value], dtype=torch.float64, device=self._accelerator.device)
         return float(self._accelerator.reduce(tensor, reduction="sum"))
+
+
+def _leave() -> None:
+    """Gloo's threads must end before the interpreter does: otherwise a finished process now and then aborts
+    ("terminate called without an active exception"), and its launcher takes the run for failed."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
