@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -101,11 +102,11 @@ class Recipe:
     @property
     def name(self) -> str:
         """The folder's name, 16 hex digits; the same recipe has the same on every machine."""
-        return self._digest()[:_NAME_DIGITS]
+        return self._digest[:_NAME_DIGITS]
 
     def id_of(self, text: str, token_ids: tuple[int, ...]) -> str:
         """The name of the packet of `text`, whose tokens are `token_ids`: 32 hex digits."""
-        digest = hashlib.sha256(self._digest().encode())
+        digest = hashlib.sha256(self._digest.encode())
         digest.update(json.dumps([text, list(token_ids)]).encode())
         return digest.hexdigest()[:_ID_DIGITS]
 
@@ -172,6 +173,7 @@ class Recipe:
         if not isinstance(self.press, (dict, type(None))):
             raise ValueError("a recipe with fields of other types")
 
+    @cached_property
     def _digest(self) -> str:
         described = {name: value for name, value in asdict(self).items() if name not in _NOT_IN_NAME}
         return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
