@@ -294,6 +294,8 @@ def test_ids_that_are_none(tmp_path, id):
             use()
     with pytest.raises(TypeError, match=r"write \[id\]"):
         store.load("0" * 32)
+    with pytest.raises(TypeError, match=r"ids: expected several ids, as store.add returns them, got NoneType"):
+        store.load(None)
 
 
 def test_arguments_are_checked(tmp_path):

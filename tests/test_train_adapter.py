@@ -281,6 +281,7 @@ def test_split_keeps_contexts_whole():
         ({"lr": 0.0}, "lr: got 0.0"),
         ({"lr": float("nan")}, "lr: got nan"),
         ({"batch_size": 0}, "batch_size: got 0"),
+        ({"seed": 2**63}, "seed: got 9223372036854775808, give an integer of 64 bits"),
         ({"steps": -1}, "steps: got -1"),
         ({"epochs": 0}, "epochs: got 0"),
         ({"patience": 0}, "patience: got 0"),
@@ -317,6 +318,8 @@ def test_refuses_what_does_not_fit(tmp_path):
         train(model, tokenizer, [*samples, samples[1]], soft(model))
     with pytest.raises(ValueError, match="samples: got none"):
         train(model, tokenizer, [], soft(model))
+    with pytest.raises(TypeError, match="lr: expected a number, got str"):
+        train(model, tokenizer, samples, soft(model), lr="1")
     with pytest.raises(TypeError, match=r"samples\[0\]: expected a kvspeed.Sample, got dict"):
         train(model, tokenizer, [{}], soft(model))
     (tmp_path / "file").write_text("x")

@@ -135,3 +135,9 @@ def test_a_lora_is_tuned_further(tmp_path):
     config.write_text(json.dumps(entries))
     with pytest.raises(ValueError, match="names itself as the model that its LoRA is for; give base_model"):
         load_tuned(tmp_path / "second")
+    for one, other in (("first", "second"), ("second", "first")):
+        config = tmp_path / one / "adapter_config.json"
+        entries = {**json.loads(config.read_text()), "base_model_name_or_path": str(tmp_path / other)}
+        config.write_text(json.dumps(entries))
+    with pytest.raises(ValueError, match=r"second names itself, by way of .*first, as the model that its LoRA is for"):
+        load_tuned(tmp_path / "second")

@@ -328,4 +328,6 @@ def _checked_id(id: Any) -> str:
 def _checked_ids(ids: Any) -> list[str]:
     if isinstance(ids, (str, bytes)):
         raise TypeError("ids: expected several ids, got one: write [id]")
+    if not isinstance(ids, Iterable):
+        raise TypeError(f"ids: expected several ids, as store.add returns them, got {type(ids).__name__}")
     return [_checked_id(id) for id in ids]

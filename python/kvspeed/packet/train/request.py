@@ -19,6 +19,12 @@ from kvspeed.state import state_of
 __all__ = ["check_numbers", "check_room", "depth_of", "end_ids", "folder_of"]
 
 
+def check_seed(seed: int) -> None:
+    """Refuse a seed that torch's generators do not take."""
+    if not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed: got {seed}, give an integer of 64 bits (-2**63 to 2**63 - 1)")
+
+
 def check_numbers(
     loss: str,
     lr: float,
@@ -38,11 +44,14 @@ def check_numbers(
         raise ValueError(f'loss: got {loss!r}, choose "kl" or "ce"')
     if dtype not in (None, "bf16", "fp32"):
         raise ValueError(f'dtype: got {dtype!r}, choose "bf16", "fp32" or None')
+    if isinstance(lr, bool) or not isinstance(lr, (int, float)):
+        raise TypeError(f"lr: expected a number, got {type(lr).__name__}")
     if not 0 < lr <= 10:
         raise ValueError(f"lr: got {lr!r}, give a number above 0 and up to 10")
     for name, number in (("warmup", warmup), ("seed", seed)):
         if isinstance(number, bool) or not isinstance(number, int):
             raise TypeError(f"{name}: expected an integer, got {type(number).__name__}")
+    check_seed(seed)
     if warmup < 0:
         raise ValueError(f"warmup: got {warmup}, give 0 or more steps")
     for name, value, optional in (

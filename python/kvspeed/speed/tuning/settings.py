@@ -12,6 +12,7 @@ from torch import nn
 from kvspeed.models import base_model
 from kvspeed.packet.adapter import PacketAdapter
 from kvspeed.packet.build import max_positions
+from kvspeed.packet.train.request import check_seed
 from kvspeed.rule import SpeedSpec
 from kvspeed.speed.tuning.items import Item
 
@@ -81,6 +82,7 @@ class Choices:
                 raise ValueError(f"{name}: got {value}, give at least {least}")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise TypeError(f"seed: expected an integer, got {type(self.seed).__name__}")
+        check_seed(self.seed)
         for name in ("lr", "adapter_lr", "alpha", "clip", "packet_share"):
             value = getattr(self, name)
             if value is None and name in ("alpha", "clip"):

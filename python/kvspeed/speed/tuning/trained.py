@@ -231,10 +231,20 @@ def _base(folder: Path, name: nn.Module | str | Path | None, dtype: torch.dtype 
     if str(name) in (smollm2.MODEL_NAME, "smollm2"):
         return smollm2.load_smollm2(dtype=dtype or torch.float32)[0]
     if (Path(name) / _LORA_CONFIG).is_file():  # tuned further from a LoRA
-        if Path(name).resolve() == folder.resolve():
-            raise ValueError(f"{folder} names itself as the model that its LoRA is for; give base_model")
+        _refuse_circle(folder, Path(name))
         return load_tuned(name, dtype=dtype)[0]
     return AutoModelForCausalLM.from_pretrained(str(name), dtype=dtype if dtype is not None else "auto")
+
+
+def _refuse_circle(folder: Path, at: Path) -> None:
+    """Refuse LoRAs that are, by way of others, on themselves."""
+    seen = [folder.resolve()]
+    while (at / _LORA_CONFIG).is_file():
+        if at.resolve() in seen:
+            by = "itself" if len(seen) == 1 else f"itself, by way of {seen[-1]},"
+            raise ValueError(f"{folder} names {by} as the model that its LoRA is for; give base_model")
+        seen.append(at.resolve())
+        at = Path(str(read_object(at / _LORA_CONFIG).get("base_model_name_or_path")))
 
 
 def _check_base(folder: Path, model: nn.Module) -> None:
