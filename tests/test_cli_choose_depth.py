@@ -12,6 +12,7 @@ import transformers
 from cli_tools import refused, run, save_model
 from kvspeed.cli.choose_depth import _samples
 from kvspeed.eval.tasks import split_specs
+from kvspeed.speed import trial
 from kvspeed.speed.choice import DepthChoice, remembered_choice
 from kvspeed.state import state_of
 
@@ -40,6 +41,30 @@ def test_chosen_written_and_used(folder: Path, tmp_path: Path) -> None:
     assert choice == DepthChoice.from_dict({k: v for k, v in report.items() if k not in ("model", "held_out")})
     state = state_of(kvspeed.patch_model(model, "auto"))
     assert state is not None and state.spec == kvspeed.SpeedSpec(3)
+
+
+def test_an_interrupted_run_asks_nothing_twice(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[tuple[int, ...], int]] = []
+    stop_after = [3]
+    real = trial.answers_at
+
+    def watched(model: object, ids: tuple[int, ...], depths: list[int], **rest: object) -> dict[int, list[int]]:
+        if len(asked) >= stop_after[0]:
+            raise KeyboardInterrupt
+        found = real(model, ids, depths, **rest)  # type: ignore[arg-type]
+        asked.extend((tuple(ids), k) for k in depths)
+        return found
+
+    monkeypatch.setattr(trial, "answers_at", watched)
+    path = tmp_path / "choice.json"
+    command = ("choose-depth", "--model", folder, *FEW, "--k", "3,5", "--held-out", "1", "--json", path)
+    assert run(*command).exit_code != 0 and len(asked) >= 3 and not path.exists()
+    stop_after[0] = 10**9
+    assert run(*command).exit_code == 0 and len(asked) == len(set(asked))
+    report, count = path.read_text(), len(asked)
+    assert run(*command).exit_code == 0 and len(asked) == count and path.read_text() == report
+    assert "its rule is" in refused(run(*command, "--anchor-tokens", "2"))
+    assert run(*command, "--restart").exit_code == 0 and len(asked) == 2 * count and path.read_text() == report
 
 
 def test_refusals(folder: Path, tmp_path: Path) -> None:

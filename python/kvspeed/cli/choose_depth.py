@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,10 +17,13 @@ from kvspeed.cli.common import Debug, Device, DType, Fault, ModelName, guarded, 
 
 if TYPE_CHECKING:
     from kvspeed.eval.tasks import TaskSpec
+    from kvspeed.rule import SpeedSpec
     from kvspeed.samples import Sample
     from kvspeed.speed.choice import DepthChoice, TaskDepth
 
 __all__ = ["choose_depth"]
+
+_QUIET_S = 30.0  # between two lines of progress where there is no terminal
 
 
 @guarded
@@ -56,7 +60,11 @@ def choose_depth(
         int | None,
         typer.Option("--max-new-tokens", min=1, help="The most tokens of an answer. Default: by the tasks."),
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the choice there.")] = None,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", help="Write the choice there; an interrupted run goes on from FILE.records beside it."),
+    ] = None,
+    restart: Annotated[bool, typer.Option("--restart", help="Drop the records of an earlier run.")] = False,
     save: Annotated[
         bool,
         typer.Option("--save", help='Write it into config.json of the folder --model: patch_model(model, "auto").'),
@@ -89,6 +97,11 @@ def choose_depth(
         "max_new_tokens": max_new_tokens or max(spec.answer_tokens for spec in specs),
         "each": _teller(),
     }
+    if json_file is not None:
+        records = json_file.with_name(json_file.name + ".records")
+        if restart:
+            records.unlink(missing_ok=True)
+        options["answers"] = _Kept(records, network, rule, options["max_new_tokens"])
     try:
         choice = auto.choose_depth(
             network,
@@ -171,13 +184,50 @@ def _write(path: Path, content: dict[str, Any]) -> None:
         part.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
+class _Kept:
+    """What the model wrote, in the records of an evaluation."""
+
+    def __init__(self, path: Path, model: Any, rule: SpeedSpec, max_new_tokens: int) -> None:
+        from kvspeed.eval.journal import Journal
+        from kvspeed.fingerprint import model_fingerprint
+        from kvspeed.models import base_model
+        from kvspeed.samples import INSTRUCTION, SEPARATOR
+
+        header = {
+            "kind": "choose-depth",
+            "model": model_fingerprint(model),
+            "dtype": str(base_model(model).dtype).removeprefix("torch."),
+            "rule": {name: value for name, value in asdict(rule).items() if name not in ("k", "gaps")},
+            "prompt": [INSTRUCTION, SEPARATOR],
+        }
+        self.max_new_tokens = max_new_tokens
+        self.journal = Journal(path, header, scores=())
+
+    def get(self, sample: Sample, k: int) -> str | None:
+        found = (self.journal.get(**self._key(sample, k)) or {}).get("text")
+        return found if isinstance(found, str) else None
+
+    def add(self, sample: Sample, k: int, text: str) -> None:
+        self.journal.add({**self._key(sample, k), "text": text})
+
+    def _key(self, sample: Sample, k: int) -> dict[str, Any]:
+        from kvspeed.eval.runner import sample_digest
+
+        key: dict[str, Any] = {"task": sample.task, "digest": sample_digest(sample), "method": f"k={k}"}
+        return {**key, "adapter": None, "max_new_tokens": self.max_new_tokens}
+
+
 def _teller() -> Callable[[str], None]:
-    """Shows on stderr what is measured, where that is a terminal."""
+    """Shows on stderr what is measured: one line that changes on a terminal, elsewhere one as often as it takes."""
     console = stderr()
+    told = [time.monotonic()]
 
     def tell(what: str) -> None:
         if console.is_terminal:
             console.print(what, end="\r", markup=False, soft_wrap=True)
+        elif time.monotonic() - told[0] >= _QUIET_S:
+            told[0] = time.monotonic()
+            console.print(what, markup=False, soft_wrap=True)
 
     return tell
 

@@ -27,14 +27,17 @@ class Journal:
     Args:
         path: the file; made with the first record.
         header: JSON-able; what all records have in common. A file with another header is refused.
+        scores: what every record must hold, from 0 to 1.
 
     Raises:
         ValueError: the file belongs to another run or is damaged; the message names the difference or the line.
         OSError: it cannot be read.
     """
 
-    def __init__(self, path: str | os.PathLike[str], header: dict[str, Any]) -> None:
-        self.path, self.header = Path(path), json.loads(json.dumps(header))
+    def __init__(
+        self, path: str | os.PathLike[str], header: dict[str, Any], scores: tuple[str, ...] = ("f1", "em")
+    ) -> None:
+        self.path, self.header, self.scores = Path(path), json.loads(json.dumps(header)), scores
         self._records: dict[tuple[Any, ...], Record] = {}
         if self.path.exists():
             for record in self._read():
@@ -90,7 +93,7 @@ class Journal:
                 entry = None
             if number == 1:
                 self._check(entry)
-            elif _is_record(entry):
+            elif _is_record(entry, self.scores):
                 yield entry
             else:
                 raise ValueError(
@@ -109,11 +112,11 @@ class Journal:
                 )
 
 
-def _is_record(entry: Any) -> bool:
+def _is_record(entry: Any, names: tuple[str, ...]) -> bool:
     """Whether a line has what a report asks of it."""
     if not isinstance(entry, dict) or not all(isinstance(entry.get(name, []), (str, int, type(None))) for name in _KEY):
         return False
-    scores = [entry.get(name) for name in ("f1", "em")]
+    scores = [entry.get(name) for name in names]
     return all(isinstance(score, (int, float)) and 0 <= score <= 1 for score in scores)
 
 

@@ -32,7 +32,7 @@ from kvspeed.rule import SpeedSpec
 from kvspeed.samples import INSTRUCTION, SEPARATOR, Sample, document_text
 from kvspeed.speed.choice import DepthChoice, TaskDepth, least_samples, remember_choice, remembered_choice
 from kvspeed.speed.diagnose import TokenPrompt, diagnose
-from kvspeed.speed.trial import Score, TaskTrial
+from kvspeed.speed.trial import Answers, Score, TaskTrial
 from kvspeed.tuned import remembered_spec
 
 __all__ = ["automatic", "choose_depth", "held_out", "sample_ids", "word_f1"]
@@ -55,6 +55,7 @@ def choose_depth(
     max_new_tokens: int = 32,
     chat_template_kwargs: dict[str, Any] | None = None,
     each: Callable[[str], None] | None = None,
+    answers: Answers | None = None,
 ) -> DepthChoice:
     """Find the depth at which `model` loses at most `budget` of its score, in every task of the calibration set.
 
@@ -74,6 +75,7 @@ def choose_depth(
         max_new_tokens: the most tokens of an answer.
         chat_template_kwargs: further arguments for the chat template.
         each: told, after every sample, what was measured.
+        answers: keeps what the model writes, and knows what it wrote in a run before; None: nothing is kept.
 
     Raises:
         TypeError: an argument is of another kind.
@@ -101,7 +103,9 @@ def choose_depth(
     by_task = {}
     with patched(model):
         for task, group in samples.items():
-            trial = TaskTrial(model, tokenizer, task, group, ids, rule, layers, score or word_f1, max_new_tokens, each)
+            trial = TaskTrial(
+                model, tokenizer, task, group, ids, rule, layers, score or word_f1, max_new_tokens, each, answers
+            )
             by_task[task] = trial.search(candidates, starts[task], budget, confidence)
             measured += trial.measured
     k = max(by_task.values())
@@ -129,6 +133,7 @@ def held_out(
     max_new_tokens: int = 32,
     chat_template_kwargs: dict[str, Any] | None = None,
     each: Callable[[str], None] | None = None,
+    answers: Answers | None = None,
 ) -> list[TaskDepth]:
     """What a choice costs on samples it was not made by: each task at the depth for all tasks, and at its own.
 
@@ -147,7 +152,7 @@ def held_out(
         for task, group in groups.items():
             ids = {id(one): sample_ids(tokenizer, one, chat_template_kwargs) for one in group}
             trial = TaskTrial(
-                model, tokenizer, task, group, ids, rule, choice.layers, score or word_f1, max_new_tokens, each
+                model, tokenizer, task, group, ids, rule, choice.layers, score or word_f1, max_new_tokens, each, answers
             )
             depths = sorted({choice.k, choice.by_task.get(task, choice.k)}, reverse=True)
             trial.measure(depths)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -24,9 +24,20 @@ from kvspeed.speed.choice import TaskDepth, loss_bound
 from kvspeed.speed.prefill import PromptKV, prompt_kv
 from kvspeed.state import asking, state_of
 
-__all__ = ["Score", "TaskTrial", "answers_at"]
+__all__ = ["Answers", "Score", "TaskTrial", "answers_at"]
 
 Score = Callable[[Sample, str], float]  # 0 .. 1, of a sample and what the model wrote
+
+
+class Answers(Protocol):
+    """What a model wrote, kept somewhere, so that an interrupted choice asks nothing twice."""
+
+    def get(self, sample: Sample, k: int) -> str | None:
+        """Its answer at depth `k`, None where it was not asked."""
+
+    def add(self, sample: Sample, k: int, text: str) -> None:
+        """Keep an answer."""
+
 
 _TOGETHER = 3  # depths that are tried with one prefill
 
@@ -111,9 +122,11 @@ class TaskTrial:
         score: Score,
         max_new_tokens: int,
         each: Callable[[str], None] | None,
+        answers: Answers | None,
     ) -> None:
         self.model, self.tokenizer, self.task, self.samples, self.ids = model, tokenizer, task, samples, ids
         self.rule, self.layers, self.score, self.max_new_tokens, self.each = rule, layers, score, max_new_tokens, each
+        self.answers = answers
         self.scores: dict[int, list[float]] = {}
         self.measured: list[TaskDepth] = []
 
@@ -139,16 +152,30 @@ class TaskTrial:
     def measure(self, depths: list[int]) -> None:
         """Scores at `depths` and at full depth, where they are not there yet."""
         new = [k for k in dict.fromkeys([self.layers, *depths]) if k not in self.scores]
+        if not new:
+            return
         rows: dict[int, list[float]] = {k: [] for k in new}
         for number, sample in enumerate(self.samples, 1):
-            answers = answers_at(
-                self.model, self.ids[id(sample)], new, rule=self.rule, max_new_tokens=self.max_new_tokens
-            )
-            for k, tokens in answers.items():
-                rows[k].append(self._checked(sample, self.tokenizer.decode(tokens, skip_special_tokens=True)))
-            if self.each is not None and new:
+            for k, text in self._texts(sample, new).items():
+                rows[k].append(self._checked(sample, text))
+            if self.each is not None:
                 self.each(f"{self.task} {number} of {len(self.samples)}, k = {', '.join(map(str, new))}")
         self.scores.update(rows)
+
+    def _texts(self, sample: Sample, depths: list[int]) -> dict[int, str]:
+        """What the model writes at each of `depths`."""
+        kept = {k: self.answers.get(sample, k) for k in depths} if self.answers is not None else {}
+        texts = {k: text for k, text in kept.items() if text is not None}
+        missing = [k for k in depths if k not in texts]
+        if missing:
+            found = answers_at(
+                self.model, self.ids[id(sample)], missing, rule=self.rule, max_new_tokens=self.max_new_tokens
+            )
+            for k, tokens in found.items():
+                texts[k] = self.tokenizer.decode(tokens, skip_special_tokens=True)
+                if self.answers is not None:
+                    self.answers.add(sample, k, texts[k])
+        return texts
 
     def _checked(self, sample: Sample, text: str) -> float:
         value = float(self.score(sample, text))
