@@ -87,6 +87,7 @@ def test_doctor_for_people():
     assert result.exit_code == 0
     for word in (
         "versions",
+        "optional",
         "instruction set",
         "CUDA architectures",
         "CUDA kernels",

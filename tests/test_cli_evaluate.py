@@ -101,6 +101,9 @@ def test_a_report_of_what_is_there(tmp_path, model_dir):
     assert result.exit_code == 0, result.stderr
     assert [(row["method"], row["questions"]) for row in json.loads(path.read_text())["rows"]] == [("nocache", 2)] * 2
     assert path.with_name("r.json.records").read_text() == records
+    report = path.read_text()
+    words = refused(run("eval", "packets", "--tasks", "niah", *given, "full", "--report-only"))
+    assert "none of the 4 answers in" in words and "is to these tasks" in words and path.read_text() == report
 
 
 def test_samples_are_those_that_are_asked(tmp_path):

@@ -7,6 +7,7 @@ import json
 import os
 from pathlib import Path
 
+import kvspeed
 import pytest
 import torch
 from cli_tools import refused, run, save_model
@@ -96,7 +97,7 @@ def test_a_run_after_an_interruption_makes_what_is_missing_or_damaged(tmp_path, 
     second.write_bytes(whole[:-7])
     inode = first.stat().st_ino
     result = run("pack", *texts, "--out", out, "--model", model_dir)
-    assert result.exit_code == 0 and result.stdout.count("kept") == 1 and result.stdout.count("written") == 1
+    assert result.exit_code == 0 and result.stdout.count("kept") == 1 and result.stdout.count("replaced") == 1
     assert second.read_bytes() == whole and first.stat().st_ino == inode
     assert len(list(out.iterdir())) == 2
 
@@ -111,8 +112,27 @@ def test_a_packet_under_anothers_name_is_replaced(tmp_path, texts, model_dir):
 def test_another_depth_replaces_the_packets(tmp_path, texts, model_dir):
     out = tmp_path / "out"
     names = packed(texts, out, model_dir)
-    assert packed(texts, out, model_dir, "--k", 2) == names
+    result = run("pack", *texts, "--out", out, "--model", model_dir, "--k", 2)
+    assert result.exit_code == 0 and result.stdout.count("replaced") == 2 and sorted(out.iterdir()) == sorted(names)
+    assert "was not tuned for SPEED: with prompts of 2 of" in result.stderr
     assert [Packet.load(file).k for file in names] == [2, 2]
+
+
+def test_packets_of_the_testbed_are_asked_there(tmp_path, model_dir, monkeypatch):
+    """Without --model: the packets say whose they are."""
+    from kvspeed import testbed
+    from kvspeed.cli.common import load_model
+
+    model, tokenizer, _ = load_model(str(model_dir), None)
+    model.config._name_or_path = testbed.MODEL_NAME
+    asked = []
+    monkeypatch.setattr(testbed, "load_tuned", lambda **given: asked.append(given) or (model, tokenizer))
+    out = tmp_path / "out"
+    out.mkdir()
+    kvspeed.build_packet(model, tokenizer, "One text.").save(out / "one.packet.safetensors")
+    result = run("ask", "Who?", "--packets", out, "--max-new-tokens", 2)
+    assert result.exit_code == 0, (result.stderr, result.exception)
+    assert len(asked) == 1
 
 
 def test_equal_names_in_two_folders_do_not_collide(tmp_path, model_dir):

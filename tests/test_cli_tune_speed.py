@@ -132,6 +132,8 @@ def test_refusals(tmp_path, model, file):
     wrong = tmp_path / "wrong.jsonl"
     wrong.write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
     assert "wrong-1: has no answer to learn from" in refused(run(*base, "--data", wrong, "--dev", 0))
+    wrong.write_text('\n{"documents": ["a"], "question": "b?", "answers": ["c"]}\n' + wrong.read_text())
+    assert "wrong.jsonl: line 3 is a conversation and line 2 is none" in refused(run(*base, "--data", wrong))
     assert not (tmp_path / "out").exists()
 
 

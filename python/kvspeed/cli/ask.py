@@ -20,12 +20,15 @@ from kvspeed.cli.common import (
     load_model,
     progress,
     stderr,
+    warn_untuned,
 )
 from kvspeed.cli.stored import is_store, stored_packets
 from kvspeed.cli.texts import packet_files
 
 if TYPE_CHECKING:
     from kvspeed.packet import Packet
+
+_SHIPPED = {"kvspeed-testbed": "testbed", "kvspeed-testbed-speed": "testbed-speed"}  # what packets call it: --model
 
 
 @guarded
@@ -60,7 +63,7 @@ def ask(
     """Answer a question from all packets of a folder, in the order of their file names, or from those of a store.
 
     Only the question and the answer are computed. Packets of another model or adapter are refused, and those that
-    are less deep than is asked for.
+    are less deep than is asked for. Without --model, packets of the testbed are given to it, others to SmolLM2.
     """
     from kvspeed import patch_model
 
@@ -80,12 +83,14 @@ def ask(
     _check_asked_depth(files, loaded, k)
     _check_asked_dtype(files, loaded, dtype)
     first = loaded[0]
+    model = model if model is not None else _SHIPPED.get(first.model_name)
     network, tokenizer, name = load_model(model, dtype or str(first.dtype).removeprefix("torch."))
     check_depth(k, network)
     least = min((packet.k for packet in loaded if packet.k is not None), default=None)
     depth = k if k is not None or first.layers != network.config.num_hidden_layers else least
     patch_model(network, network.config.num_hidden_layers if depth is None else depth)
     _check(files, loaded, network)
+    warn_untuned(network, depth, name)
     report = _answer(network, tokenizer, question, loaded, mode, max_new_tokens)
     report |= {"model": name, "k": depth, "packets": [file.name for file in files]}
     if as_json:
@@ -98,7 +103,7 @@ def ask(
         f"{report['question_tokens']} computed; "
         f"first token after {report['ttft_s']:.2f} s"
         + (f", then {1e3 * per_token:.0f} ms a token" if per_token else "")
-        + f"; {report['kv_bytes'] / 2**20:.1f} MiB of KV[/dim]"
+        + f"; {report['kv_bytes'] / 2**20:.1f} MiB of KV at the end[/dim]"
     )
 
 

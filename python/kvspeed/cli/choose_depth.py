@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvspeed.cli.common import Debug, Device, DType, Fault, ModelName, guarded, load_model, stderr, stdout
+from kvspeed.cli.common import Debug, Device, DType, Fault, ModelName, guarded, load_model, seldom, stderr, stdout
 
 if TYPE_CHECKING:
     from kvspeed.eval.tasks import TaskSpec
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
     from kvspeed.speed.choice import DepthChoice, TaskDepth
 
 __all__ = ["choose_depth"]
-
-_QUIET_S = 30.0  # between two lines of progress where there is no terminal
 
 
 @guarded
@@ -218,18 +215,11 @@ class _Kept:
 
 
 def _teller() -> Callable[[str], None]:
-    """Shows on stderr what is measured: one line that changes on a terminal, elsewhere one as often as it takes."""
+    """Shows on stderr what is measured: one line that changes on a terminal, elsewhere a line now and then."""
     console = stderr()
-    told = [time.monotonic()]
-
-    def tell(what: str) -> None:
-        if console.is_terminal:
-            console.print(what, end="\r", markup=False, soft_wrap=True)
-        elif time.monotonic() - told[0] >= _QUIET_S:
-            told[0] = time.monotonic()
-            console.print(what, markup=False, soft_wrap=True)
-
-    return tell
+    if console.is_terminal:
+        return lambda what: console.print(what, end="\r", markup=False, soft_wrap=True)
+    return seldom(console)
 
 
 def _print(name: str, choice: DepthChoice, found: list[TaskDepth]) -> None:

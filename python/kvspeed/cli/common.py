@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -35,10 +36,14 @@ __all__ = [
     "is_testbed",
     "load_model",
     "progress",
+    "seldom",
     "soft_tokens",
     "stderr",
     "stdout",
+    "warn_untuned",
 ]
+
+_SELDOM_S = 30.0  # between two lines of progress in a log
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -137,18 +142,55 @@ def counted(number: int, noun: str) -> str:
 
 @contextmanager
 def progress(description: str, total: int | None = None) -> Iterator[Callable[[str], None]]:
-    """A progress bar on stderr where that is a terminal; yields advance(what was done), to call after each step."""
+    """Progress on stderr: a bar where that is a terminal, elsewhere a line now and then.
+
+    Yields advance(what was done), to call after each step.
+    """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = stderr()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(description, total=total)
+        tell, done = seldom(console), 0
 
         def advance(what: str) -> None:
-            bar.update(task, advance=1, description=f"{description}{what and ': ' + what}")
+            nonlocal done
+            done += 1
+            text = f"{description}{what and ': ' + what}"
+            bar.update(task, advance=1, description=text)
+            if not console.is_terminal:
+                tell(f"{text} ({done}{'' if total is None else f' of {total}'})")
 
         yield advance
+
+
+def seldom(console: Console) -> Callable[[str], None]:
+    """Prints a line, but not within half a minute of the last one or of the beginning: for logs."""
+    last = time.monotonic()
+
+    def tell(line: str) -> None:
+        nonlocal last
+        if time.monotonic() - last >= _SELDOM_S:
+            last = time.monotonic()
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    return tell
+
+
+def warn_untuned(model: Any, k: int | None, name: str) -> None:
+    """Says on stderr that answers of a model that was tuned for no depth suffer below its full depth."""
+    from kvspeed.models import base_model
+    from kvspeed.tuned import remembered_spec
+
+    layers = len(base_model(model).layers)  # type: ignore[arg-type]
+    if k is not None and k < layers and remembered_spec(model) is None:
+        stderr().print(
+            f"{name} was not tuned for SPEED: with prompts of {k} of {layers} layers it may answer badly "
+            "(kvspeed tune-speed)",
+            markup=False,
+            soft_wrap=True,
+        )
 
 
 def load_model(name: str | None, dtype: str | None, device: str | None = None) -> tuple[Any, Any, str]:

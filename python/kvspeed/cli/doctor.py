@@ -15,7 +15,8 @@ import typer
 
 from kvspeed.cli.common import Debug, counted, guarded, progress, stdout
 
-_PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "gguf", "peft", "numpy", "typer", "rich")
+_PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "gguf", "numpy", "typer", "rich")
+_OPTIONAL = ("peft", "accelerate", "matplotlib", "fsspec", "s3fs", "datasets")
 
 
 @guarded
@@ -36,8 +37,11 @@ def doctor(
 def _report() -> dict[str, Any]:
     import torch
 
+    from kvspeed import __version__
+
     report: dict[str, Any] = {
-        "versions": _versions(),
+        "versions": {"kvspeed": __version__, "python": platform.python_version(), **_versions(_PACKAGES)},
+        "optional": _versions(_OPTIONAL),
         "platform": platform.platform(),
         "cpu": {
             "name": _cpu_name(),
@@ -81,11 +85,9 @@ def _report() -> dict[str, Any]:
     return report
 
 
-def _versions() -> dict[str, str | None]:
-    from kvspeed import __version__
-
-    found: dict[str, str | None] = {"kvspeed": __version__, "python": platform.python_version()}
-    for package in _PACKAGES:
+def _versions(packages: tuple[str, ...]) -> dict[str, str | None]:
+    found: dict[str, str | None] = {}
+    for package in packages:
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
@@ -176,8 +178,11 @@ def _print(report: dict[str, Any]) -> None:
 
 def _lines(report: dict[str, Any]) -> list[tuple[str, str]]:
     cpu, build = report["cpu"], report["build"]
-    versions = ", ".join(f"{name} {version or 'missing'}" for name, version in report["versions"].items())
-    lines = [("versions", versions), ("platform", report["platform"])]
+    versions, optional = (
+        ", ".join(f"{name} {version or 'missing'}" for name, version in report[kind].items())
+        for kind in ("versions", "optional")
+    )
+    lines = [("versions", versions), ("optional", optional), ("platform", report["platform"])]
     openmp = "OpenMP" if cpu["openmp"] else "no OpenMP"
     threads = f"{counted(cpu['threads'], 'thread')} ({openmp}, OMP_NUM_THREADS {cpu['omp_num_threads'] or 'not set'})"
     lines.append(("processor", f"{cpu['name']}, {counted(cpu['cores'], 'core')}, {threads}"))

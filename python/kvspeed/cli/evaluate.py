@@ -326,6 +326,11 @@ def carry_out(runner: Runner, places: Places) -> dict[str, Any]:
         raise
     found = report(runner, command=["kvspeed", *sys.argv[1:]])
     parts = runner.plan.shard[1]
+    if places.report_only and not found["rows"]:
+        raise Fault(
+            f"--report-only: none of the {len(runner.journal or ())} answers in {places.journal} is to these tasks, "
+            "samples, methods and adapters; give those of the run"
+        )
     if places.json_file is not None and parts == 1:
         write_text(places.json_file, json.dumps(found, indent=1) + "\n")
     if places.markdown_file is not None:

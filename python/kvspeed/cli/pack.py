@@ -21,6 +21,7 @@ from kvspeed.cli.common import (
     progress,
     soft_tokens,
     stdout,
+    warn_untuned,
 )
 from kvspeed.cli.texts import TextFile, read_texts
 
@@ -55,8 +56,9 @@ def pack(
 ) -> None:
     """Compute the keys and values of text files once and store them as packets, for `kvspeed ask`.
 
-    Packets that are there already and belong to the model are kept, so an interrupted run can be repeated. All inputs
-    are checked before the first packet is written, and each packet appears under its name only when it is complete.
+    Packets that are there already and made in this very way are kept, so an interrupted run can be repeated; others of
+    the same name are replaced. All inputs are checked before the first packet is written, and each packet appears under
+    its name only when it is complete.
     """
     chosen = _press(press)
     texts = read_texts(files)
@@ -68,13 +70,15 @@ def pack(
     job = _Job(network, tokenizer, k, soft_tokens(adapter, model, network), chosen)
     for text in texts:
         job.check(text)
+    warn_untuned(network, k, name)
     out.mkdir(parents=True, exist_ok=True)
     lines = []
     with progress(f"packing with {name}", len(texts)) as advance:
         for text in texts:
             target = out / text.packet_name
+            state = "replaced" if target.exists() else "written"
             packet, kept = job.run(text, target)
-            state = "kept" if kept else "written"
+            state = "kept" if kept else state
             lines.append(f"{state}  {target}  {packet.length} tokens, {packet.kv_bytes / 2**20:.1f} MiB")
             advance(text.path.name)
     for line in lines:

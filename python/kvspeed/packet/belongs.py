@@ -91,7 +91,7 @@ class _Target:
             raise ValueError(
                 f"{what} was made with weights {block.model_fingerprint[:16]} of {block.model_name or 'a model'}, and "
                 f"the model {self.name} now has weights {self.fingerprint[:16]} (other weights, another adapter, a "
-                "merge or a cast): build it anew with this model"
+                "merge or a cast): take the model that it was made with, or build it anew with this one"
             )
         if block.rope != self.rope:
             difference = rotation_difference(block.rope, self.rope)

@@ -41,7 +41,8 @@ class Processes:
             from accelerate import Accelerator
         except ImportError:
             raise ImportError(
-                "several processes work together through accelerate, which is missing; pip install accelerate"
+                "several processes work together through accelerate, which is missing; "
+                "pip install 'kvspeed[train]' (or accelerate)"
             ) from None
         ours = not dist.is_initialized()
         accelerator = Accelerator(cpu=next(model.parameters()).device.type == "cpu")

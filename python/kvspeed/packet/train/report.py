@@ -95,7 +95,9 @@ class TrainReport:
             from matplotlib.backends.backend_agg import FigureCanvasAgg
             from matplotlib.figure import Figure
         except ImportError:
-            raise ImportError("a curve is drawn with matplotlib, which is missing; pip install matplotlib") from None
+            raise ImportError(
+                "a curve is drawn with matplotlib, which is missing; pip install 'kvspeed[plots]' (or matplotlib)"
+            ) from None
         figure = Figure(figsize=(6.4, 4.0), dpi=120, layout="constrained")
         canvas = FigureCanvasAgg(figure)
         axes = figure.add_subplot()

@@ -32,17 +32,23 @@ Parts = tuple[list[Sample], list[Conversation]]
 
 
 def read_data(path: str | Path) -> list[Any]:
-    """The samples or conversations of a file of JSON Lines: conversations where its first line has "messages".
+    """The samples or conversations of a file of JSON Lines: conversations where its lines have "messages".
 
     Raises:
         OSError, ValueError: as `read_samples` and `read_messages`.
     """
     path = Path(path)
+    first: dict[bool, int] = {}  # of each kind, the first line
     with path.open(encoding="utf-8-sig", errors="replace") as file:
-        first = next((line for line in file if line.strip()), "")
-    return (
-        list(read_messages(path)) if '"messages"' in first and '"documents"' not in first else list(read_samples(path))
-    )
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                first.setdefault('"messages"' in line and '"documents"' not in line, number)
+    if len(first) > 1:
+        raise ValueError(
+            f"{path}: line {first[True]} is a conversation and line {first[False]} is none; put samples and "
+            "conversations into files of their own, and give both"
+        )
+    return list(read_messages(path)) if True in first else list(read_samples(path))
 
 
 def sides(data: Any, dev: Any, seed: int) -> tuple[Parts, Parts]:

@@ -213,7 +213,9 @@ def _peft() -> Any:
     try:
         import peft
     except ImportError:
-        raise ImportError("LoRA is done with peft, which is missing; pip install peft, or train all weights") from None
+        raise ImportError(
+            "LoRA is done with peft, which is missing; pip install 'kvspeed[train]' (or peft), or train all weights"
+        ) from None
     return peft
 
 
