@@ -40,6 +40,17 @@ def test_every_python_block_of_the_readme_runs_in_turn(smollm2: Any, monkeypatch
     assert "FAILED" not in both  # of verify's report
 
 
+def test_every_python_block_about_packets_runs_in_turn(smollm2_dir: Path, monkeypatch, tmp_path, capsys) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/packets.md").read_text("utf-8"), flags=re.DOTALL)
+    assert len(blocks) == 3
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for number, block in enumerate(blocks):
+        exec(compile(block, f"docs/packets.md, Python block {number + 1}", "exec"), names)
+    assert "Bo Lee" in capsys.readouterr().out
+    assert len(names["ids"]) == 2 and names["packet"].length == names["packets"][0].length
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_to_files(path: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text(encoding="utf-8")):
