@@ -109,6 +109,11 @@ def test_remove(place, texts, model_dir):
     assert "removed 1 packet" in done("rm", place, ids[0][:12].upper())
     assert len(PacketStore(place)) == 4 and ids[0] not in PacketStore(place)
     other = next(kept["name"] for kept in json.loads(done("ls", place, "--json"))["recipes"] if kept["made"]["k"])
+    meant = next(entry for entry in PacketStore(place).entries() if entry.folder == other).id
+    assert f"0 packets of recipe {other[:6]}" in refused(run("store", "rm", place, ids[1], "--recipe", other[:6]))
+    assert "removed 1 packet" in done("rm", place, meant, "--recipe", other[:6])
+    assert len(PacketStore(place)) == 3
+    added(place, texts[:2], model_dir, "--k", 2)
     assert "removed 2 packets" in done("rm", place, "--recipe", other[:6])
     assert set(PacketStore(place)) == set(ids[1:]) and len(os.listdir(place)) == 2
     for wrong, message in (

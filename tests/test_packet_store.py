@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import uuid
 
 import kvspeed
@@ -16,7 +17,7 @@ from kvspeed.packet.quantise import quantise
 from kvspeed.packet.store import PacketStore
 from kvspeed.packet.store.size import parse_size, show_size
 from packet_tools import assert_same_packet, cached_logits, random_text, tiny_tokenizer
-from store_tools import adapter, files, model_and_tokenizer, open_store, some_texts
+from store_tools import adapter, file_of, files, model_and_tokenizer, open_store, some_texts
 from tiny_models import tiny_model
 
 
@@ -376,20 +377,39 @@ def test_a_damaged_recipe_hides_nothing(tmp_path):
     ids = store.add(texts)
     recipe = tmp_path / store.recipe.name / "recipe.json"
     whole = recipe.read_bytes()
-    for content in (b"", b"{", b"[]", whole.replace(b'"layers": 3', b'"layers": "3"'), whole[:-9], b"[" * 10**5):
+    strange = [whole.replace(b'"layers": 3', b'"layers": "3"'), whole.replace(b'"layers": 3', b'"layers": 5')]
+    for content in (b"", b"{", b"[]", *strange, whole[:-9], b"[" * 10**5):
         recipe.write_bytes(content)
         again = open_store(tmp_path)
         assert again[ids[0]].text == texts[0] and len(again) == 2
         assert PacketStore(tmp_path)[ids[1]].text == texts[1]
         assert PacketStore(tmp_path).recipes() == {store.recipe.name: None}
+        assert PacketStore(tmp_path).verify(remove=True).ok and len(again) == 2, "whole packets stay"
         del again[ids[0]]
         again.add(texts)
         assert recipe.read_bytes() == whole
-    recipe.write_bytes(whole.replace(b'"layers": 3', b'"layers": 5'))
-    again = open_store(tmp_path)
-    del again[ids[0]]
-    with pytest.raises(OSError, match="was altered"):
-        again.add(texts)
+
+
+def test_a_store_that_is_removed_while_it_is_open(tmp_path):
+    store = open_store(tmp_path / "store")
+    texts = some_texts(2)
+    store.add(texts)
+    shutil.rmtree(tmp_path / "store")
+    ids = store.add(texts)
+    assert [packet.text for packet in open_store(tmp_path / "store").load(ids)] == texts
+
+
+def test_one_file_is_removed_and_not_another_of_its_name(tmp_path):
+    plain, wrapped = open_store(tmp_path), open_store(tmp_path, adapter=adapter())
+    texts = some_texts(1)
+    (id,) = plain.add(texts)
+    wrapped.add(texts)
+    copy = file_of(wrapped, id)
+    copy.write_bytes(file_of(plain, id).read_bytes())
+    looked = PacketStore(tmp_path)
+    entry = next(entry for entry in looked.entries() if entry.id == id and entry.folder == wrapped.recipe.name)
+    assert looked.remove(entry) and not looked.remove(entry)
+    assert not copy.exists() and plain[id].text == texts[0]
 
 
 def test_a_packet_under_another_name_is_not_used(tmp_path):

@@ -12,6 +12,7 @@ import fsspec
 import pytest
 from kvspeed.packet import build_packet
 from kvspeed.packet.store import DamagedPacketError, PacketStore, StoreError, StoreFullError
+from kvspeed.packet.store.local import LocalBackend
 from packet_tools import assert_same_packet
 from store_tools import damage, file_of, files, in_child, model_and_tokenizer, open_store, some_texts
 
@@ -247,6 +248,45 @@ def test_a_pipe_does_not_make_anyone_wait(tmp_path):
             open_store(tmp_path).load(ids)
 
     assert in_child(load) == 0
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+@pytest.mark.parametrize("name", ["kvspeed-store.json", "recipe.json"])
+def test_a_strange_thing_where_a_description_belongs(tmp_path, name, make):
+    store = open_store(tmp_path)
+    texts = some_texts(2)
+    ids = store.add(texts)
+    path = tmp_path / name if name == "kvspeed-store.json" else tmp_path / store.recipe.name / name
+    path.unlink()
+    make(path)
+
+    def use() -> None:
+        import signal
+
+        signal.alarm(20)
+        if name == "recipe.json":
+            assert open_store(tmp_path)[ids[0]].text == texts[0]
+            assert PacketStore(tmp_path).recipes() == {store.recipe.name: None} and PacketStore(tmp_path).verify().ok
+        else:
+            with pytest.raises(ValueError, match="is no mark of a packet store"):
+                PacketStore(tmp_path)
+
+    assert in_child(use) == 0
+
+
+def test_a_folder_that_vanishes_while_it_is_made(tmp_path, monkeypatch):
+    """`mkdir` finds it there and then not, as another process tidies up, and calls that a file in the way."""
+    store = open_store(tmp_path)
+    real, times = LocalBackend._write_once, [2]
+
+    def vanishing(self, path, pieces):
+        if times[0]:
+            times[0] -= 1
+            raise FileExistsError(17, "File exists", str(path.parent))
+        return real(self, path, pieces)
+
+    monkeypatch.setattr(LocalBackend, "_write_once", vanishing)
+    assert len(store.add(some_texts(1))) == 1 and times == [0]
 
 
 def test_a_strange_thing_among_the_copies_of_a_url(tmp_path):

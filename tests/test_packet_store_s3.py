@@ -10,7 +10,7 @@ import uuid
 
 import pytest
 from kvspeed.packet import build_packet
-from kvspeed.packet.store import PacketStore
+from kvspeed.packet.store import DamagedPacketError, PacketStore
 from packet_tools import assert_same_packet
 from store_tools import adapter, model_and_tokenizer, open_store, some_texts, start_child, wait_for
 
@@ -99,6 +99,28 @@ def test_damaged_objects(url, options):
     with pytest.warns(RuntimeWarning, match=f"{ids[1]}.*truncated"):
         store.add(texts)
     assert store.verify().ok
+
+
+def test_an_empty_object_is_a_damaged_one(url, options):
+    import s3fs
+
+    store = open_store(url, storage_options=options)
+    texts = some_texts(2)
+    ids = store.add(texts)
+    fs = s3fs.S3FileSystem(**options)
+    path = f"{url.removeprefix('s3://')}/{store.recipe.name}/{ids[0]}.packet.safetensors"
+    fs.pipe_file(path, b"")
+    with pytest.raises(DamagedPacketError, match="truncated"):
+        open_store(url, storage_options=options)[ids[0]]
+    with pytest.warns(RuntimeWarning, match="it is rebuilt now"):
+        assert open_store(url, storage_options=options).add(texts) == ids
+    assert open_store(url, storage_options=options)[ids[0]].text == texts[0]
+
+
+def test_two_slashes_are_one(url, options):
+    store = open_store(url.replace("/some/", "//some//"), storage_options=options)
+    ids = store.add(some_texts(1))
+    assert list(store) == ids == list(PacketStore(url, storage_options=options))
 
 
 def test_processes_at_once(url, options):

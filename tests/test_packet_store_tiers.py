@@ -8,8 +8,8 @@ import uuid
 from pathlib import Path
 
 import pytest
-from kvspeed.packet.store import PacketStore
-from store_tools import adapter, file_of, files, open_store, some_texts
+from kvspeed.packet.store import PacketStore, StoreReadOnlyError
+from store_tools import adapter, damage, file_of, files, open_store, some_texts
 
 
 def memory_of(packet) -> int:
@@ -220,3 +220,43 @@ def test_a_cache_on_a_full_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(LocalBackend, "_write_once", full)
     store = open_store(url, cache=tmp_path)
     assert [packet.text for packet in store.load(ids)] == texts and files(tmp_path) == []
+
+
+def test_a_copy_that_another_reader_evicts(tmp_path, monkeypatch):
+    """Between its being written and its being read: the packet itself is at hand."""
+    from kvspeed.packet.store.local import LocalBackend
+
+    url = f"memory://{uuid.uuid4().hex}"
+    texts = some_texts(2)
+    ids = open_store(url).add(texts)
+    real = LocalBackend.write
+
+    def evicted(self, name, encoded):
+        real(self, name, encoded)
+        self.delete(name)
+
+    monkeypatch.setattr(LocalBackend, "write", evicted)
+    assert [packet.text for packet in open_store(url, cache=tmp_path).load(ids)] == texts
+
+
+def test_a_damaged_copy_that_cannot_be_removed(tmp_path, monkeypatch):
+    from kvspeed.packet.store.local import LocalBackend
+
+    url = f"memory://{uuid.uuid4().hex}"
+    texts = some_texts(1)
+    ids = open_store(url).add(texts)
+    open_store(url, cache=tmp_path).load(ids)
+    damage(files(tmp_path)[0])
+
+    def refuse(*_):
+        raise StoreReadOnlyError("cannot: it is read-only")
+
+    monkeypatch.setattr(LocalBackend, "delete", refuse)
+    monkeypatch.setattr(LocalBackend, "write", refuse)
+    assert open_store(url, cache=tmp_path)[ids[0]].text == texts[0]
+
+
+def test_a_cache_is_no_other_store(tmp_path):
+    open_store(tmp_path).add(some_texts(1))
+    with pytest.raises(ValueError, match=r"cache: .* is a packet store, and copies would push out its packets"):
+        open_store(f"memory://{uuid.uuid4().hex}", cache=tmp_path)

@@ -134,7 +134,9 @@ def rm(
     ids: Annotated[
         list[str] | None, typer.Argument(help="Packets: their ids, or enough of the first digits.", show_default=False)
     ] = None,
-    recipe: Annotated[str | None, typer.Option("--recipe", help="All packets of this recipe (see ls).")] = None,
+    recipe: Annotated[
+        str | None, typer.Option("--recipe", help="All packets of this recipe (see ls); with ids, only those.")
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Remove packets. All are looked for before the first is removed."""
@@ -144,11 +146,8 @@ def rm(
         raise Fault("name the packets to remove by their ids, or a recipe with --recipe")
     size = 0
     for entry in chosen:
-        try:
-            del opened[entry.id]
+        if opened.remove(entry):  # else another process was faster
             size += entry.size
-        except KeyError:  # another process was faster
-            continue
     opened.gc()
     stdout().print(f"removed {counted(len(chosen), 'packet')}, {_size(size)}")
 

@@ -31,20 +31,22 @@ def chosen_entries(opened: PacketStore, ids: list[str], recipe: str | None = Non
         Fault: some are not there, or are meant in more than one way; a sentence each.
     """
     entries = list(opened.entries())
-    found: dict[str, Entry] = {}
     faults = []
     if recipe is not None:
         names = sorted({entry.folder for entry in entries if entry.folder.startswith(recipe)})
         if len(names) != 1 or not recipe:
             faults.append(f"--recipe: {recipe!r} is the beginning of {counted(len(names), 'recipe')}; see store ls")
-        found |= {entry.id: entry for entry in entries if names == [entry.folder]}
+        else:
+            entries = [entry for entry in entries if entry.folder == names[0]]
+    found = {entry.name: entry for entry in entries if not ids}
     for id in ids:
         meant = [entry for entry in entries if entry.id.startswith(id.lower())]
         if len(id) < _SHORTEST:
             faults.append(f"{id!r} is too short to name a packet; give at least {_SHORTEST} digits")
         elif len(meant) != 1:
-            faults.append(f"{id!r} is the beginning of {counted(len(meant), 'packet')}; see kvspeed store ls")
-        found |= {entry.id: entry for entry in meant[:1]}
+            there = "" if recipe is None else f" of recipe {recipe}"
+            faults.append(f"{id!r} is the beginning of {counted(len(meant), 'packet')}{there}; see kvspeed store ls")
+        found |= {entry.name: entry for entry in meant[:1]}
     if faults:
         raise Fault(*faults)
     return list(found.values())

@@ -51,7 +51,7 @@ class Backend(Protocol):
     place: str
 
     def read_small(self, name: str) -> bytes | None:
-        """A small file whole, None where it is not there."""
+        """A small file whole, None where it is not there; nothing of what is no file."""
 
     def write_small(self, name: str, data: bytes) -> None:
         """Write a small file in one step."""

@@ -12,7 +12,6 @@ import json
 from collections.abc import Iterator
 
 from kvspeed.packet.store.backend import ENDING, Backend, Entry
-from kvspeed.packet.store.errors import StoreError
 from kvspeed.packet.store.recipe import Recipe, is_id, is_recipe_name
 from kvspeed.packet.store.tiers import all_entries
 from kvspeed.packet.tensorfile import brief
@@ -65,28 +64,25 @@ class Catalogue:
         """Make the place ready for packets of `recipe`.
 
         Raises:
-            StoreError: it cannot be written, or the recipe's name belongs to another one.
+            StoreError: it cannot be written.
         """
-        if not self.exists:
+        if self.backend.read_small(MARK) is None:  # a new store, or one whose folder was removed since
             self.backend.write_small(MARK, json.dumps({"format": FORMAT, "version": VERSION}).encode())
             self.exists = True
         self.forget(recipe.name)  # another process that tidied may have removed it
-        known = self.recipe(recipe.name)
-        if known is None:
+        if self.recipe(recipe.name) is None:
             self.backend.write_small(f"{recipe.name}/{RECIPE}", recipe.to_json())
             self._recipes[recipe.name] = recipe
-        elif known.name != recipe.name:
-            raise StoreError(f"{self.backend.place}/{recipe.name}/{RECIPE} was altered: remove that folder")
 
     def recipe(self, name: str) -> Recipe | None:
-        """The recipe of a folder; None where there is none, or it cannot be read."""
+        """The recipe of a folder; None where there is none, it cannot be read, or was altered."""
         if name not in self._recipes:
             data = self.backend.read_small(f"{name}/{RECIPE}") if is_recipe_name(name) else None
             try:
                 found = Recipe.from_json(data) if data is not None else None
             except ValueError:
                 return None
-            if found is None:
+            if found is None or found.name != name:  # packets are not held to what was not said of them
                 return None
             self._recipes[name] = found
         return self._recipes[name]

@@ -77,14 +77,15 @@ class Reader:
             return self._parse(self.cache.backend, name, False)
         except FileNotFoundError:
             pass
-        except TensorFileError:  # a damaged copy is fetched anew
-            self.forget(name)
+        except TensorFileError:  # a damaged copy is fetched anew, and stays where nothing can be removed
+            with suppress(StoreError):
+                self.forget(name)
         data, _ = self.backend.read(name)
         try:
             self.cache.make_room(len(data), (), replaced=name)
             self.cache.backend.write(name, _Bytes(data))  # type: ignore[arg-type]
             return self._parse(self.cache.backend, name, False)
-        except StoreError:  # larger than the cache, or its disk is full: the packet itself is here
+        except (StoreError, FileNotFoundError):  # larger than the cache, a full disk, or evicted by another reader
             return parse_packet(data, self._source(self.backend, name), verify=self.checksums != "never")
 
     def prefetch(self, names: list[str]) -> None:

@@ -61,10 +61,14 @@ class LocalBackend:
 
     def read_small(self, name: str) -> bytes | None:
         try:
-            with reaching(self.place, "read"):
-                return (self.root / name).read_bytes()
+            with reaching(self.place, f"read {name} of"), open(self.root / name, "rb", opener=_open_at_once) as file:
+                return file.read() if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else b""
         except FileNotFoundError:
             return None
+        except StoreError:
+            if (self.root / name).is_dir():
+                return b""
+            raise
 
     def write_small(self, name: str, data: bytes) -> None:
         self._write(self.root / name, lambda: [data])
@@ -321,9 +325,12 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 def _again(action: Callable[[], Result]) -> Result:
-    """Run `action`, and again where a folder vanished below it, as another process tidies up."""
+    """Run `action`, and again where a folder vanished below it, as another process tidies up.
+
+    A folder that vanishes while it is made looks to `mkdir` like a file in its place.
+    """
     for _ in range(_ATTEMPTS - 1):
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError, FileExistsError):
             return action()
     return action()
 

@@ -16,6 +16,7 @@ from kvspeed.packet.assemble import assemble
 from kvspeed.packet.packet import Packet
 from kvspeed.packet.store.backend import Entry
 from kvspeed.packet.store.builder import Builder
+from kvspeed.packet.store.catalogue import MARK
 from kvspeed.packet.store.errors import MissingPacketError, StoreError
 from kvspeed.packet.store.fetch import Checksums
 from kvspeed.packet.store.local import LocalBackend
@@ -108,6 +109,8 @@ class PacketStore:
         if limit is not None and not local and cache is None:
             raise ValueError("disk_limit: limits a folder, or the cache of a URL: give cache, the folder for copies")
         copies = DiskTier(LocalBackend(cache), limit) if cache is not None else None
+        if copies is not None and copies.backend.read_small(MARK) is not None:
+            raise ValueError(f"cache: {cache} is a packet store, and copies would push out its packets; give a folder")
         disk = DiskTier(backend, limit if local else None)
         self._shelf = Shelf(backend, disk, copies, memory, checksums, builder, device)
         self.recipe = self._shelf.recipe
@@ -249,6 +252,10 @@ class PacketStore:
         """
         if not self._shelf.remove(_checked_id(id), self._shelf.name(id)):
             raise MissingPacketError(self._shelf.catalogue.missing(id, self.recipe))
+
+    def remove(self, entry: Entry) -> bool:
+        """Remove the file that `entries` named, and no other of the same id; whether it was there."""
+        return self._shelf.remove(entry.id, entry.name)
 
     def entries(self) -> Iterator[Entry]:
         """The files of this store's packets (of all recipes without a model), with size and time of last use."""
