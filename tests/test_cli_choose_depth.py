@@ -76,6 +76,7 @@ def test_refusals(folder: Path, tmp_path: Path) -> None:
         (("--budget", "1"), "budget: is 1.0"),
         (("--tasks", "poetry"), "there is no task 'poetry'"),
         (("--json", str(tmp_path / "none" / "a.json")), "--json: there is no folder"),
+        (("--json", str(tmp_path)), "is a folder; give a file"),
         (("--confidence", "0.8"), "a larger budget, or --confidence 0 to go by the mean"),
     ):
         assert says in refused(run("choose-depth", "--model", folder, *FEW, *arguments))

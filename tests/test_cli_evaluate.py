@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -187,3 +188,47 @@ def test_a_report_that_is_none(tmp_path):
     (tmp_path / "r.json").write_text("{}")
     assert "is no report" in refused(run("eval", "plot", tmp_path / "r.json", tmp_path / "p"))
     assert not (tmp_path / "p").exists()
+
+
+@pytest.fixture
+def places(tmp_path) -> Path:
+    """A folder in which stand what no report can be written to."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("kept")
+    (tmp_path / "b.json.records").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("option", "place", "words"),
+    [
+        ("--json", "folder", "folder is a folder; give a file"),
+        ("--json", "", "is a folder; give a file"),
+        ("--json", "b.json", "b.json.records is a folder"),
+        ("--json", "pipe", "pipe is a pipe, a device or the like"),
+        ("--json", "file/new/x", "file is a file; give another file"),
+        ("--markdown", "folder", "folder is a folder; give a file"),
+        ("--markdown", "file/x", "file is a file; give another file"),
+        ("--plots", "file", "file is a file; give a folder"),
+        ("--plots", "file/new/x", "file is a file; give a folder"),
+    ],
+)
+def test_places_that_cannot_be_written_are_refused_before_a_model_is_looked_for(
+    places, monkeypatch, option, place, words
+):
+    monkeypatch.chdir(places)
+    before = sorted(places.iterdir())
+    for command in ("packets", "speed"):
+        told = refused(run("eval", command, "--model", places / "none", "--methods", "full", option, place))
+        assert told.startswith(f"kvspeed: {option}: ") and words in told, told
+    assert sorted(places.iterdir()) == before and (places / "pipe").is_fifo()
+
+
+def test_a_place_for_a_file_is_checked_before_the_work(places):
+    pytest.importorskip("matplotlib")
+    training = ["train-swiftkv", "F", "--samples", "x", "--k", 1]
+    for command in (["sinks", "F"], ["samples", "F", "--tasks", "x"], training):
+        for place, words in (("folder", "is a folder"), ("pipe", "is a pipe"), ("file/x", "is a file")):
+            arguments = [places / place if part == "F" else part for part in command]
+            assert f"FILE: {places / place.partition('/')[0]} {words}" in refused(run("eval", *arguments))

@@ -206,7 +206,9 @@ def test_a_depth_out_of_range(tmp_path, texts, model_dir, k):
 
 
 def test_out_is_a_file(tmp_path, texts, model_dir):
-    assert "is a file" in refused(run("pack", *texts, "--out", texts[0], "--model", model_dir))
+    for out in (texts[0], texts[0] / "x"):
+        told = refused(run("pack", *texts, "--out", out, "--model", tmp_path / "none"))
+        assert told == f"kvspeed: --out: {texts[0]} is a file; give a folder"
     assert texts[0].read_text() == FIRST
 
 

@@ -98,6 +98,8 @@ def test_refusals(tmp_path, model, file):
     assert "there is no file" in refused(run(*base, "--samples", tmp_path / "nowhere.jsonl"))
     assert "--loss: got 'mse', choose kl or ce" in refused(run(*base, "--samples", file, "--loss", "mse"))
     assert "--out:" in refused(run("train-adapter", "--model", model, "--samples", file, "--out", file))
+    inside = ["--model", tmp_path / "none", "--samples", file, "--out", file / "x"]
+    assert f"--out: {file} is a file; give a folder" in refused(run("train-adapter", *inside))
     assert "--k: is 9" in refused(run(*base, "--samples", file, "--k", 9))
     wrong = tmp_path / "wrong.jsonl"
     wrong.write_text(file.read_text().splitlines()[0] + '\n{"documents": [], "question": "q", "answers": ["a"]}\n')

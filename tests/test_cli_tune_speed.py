@@ -126,6 +126,9 @@ def test_refusals(tmp_path, model, file):
     for option, value in (("--method", "x"), ("--loss", "mse"), ("--labels", "x"), ("--boundary", "x")):
         assert f"{option}: got '{value}', choose" in refused(run(*base, "--data", file, option, value))
     assert "--out:" in refused(run("tune-speed", "--model", model, "--data", file, "--out", file))
+    inside = ["--model", tmp_path / "none", "--data", file, "--out", file / "x"]
+    assert f"--out: {file} is a file; give a folder" in refused(run("tune-speed", *inside))
+    assert f"--teacher: {file} is a file" in refused(run(*base, "--data", file, "--teacher", file))
     assert "--k: is 9" in refused(run(*base, "--data", file, "--k", 9))
     assert "give one of them" in refused(run(*base, "--data", file, "--adapter", file, "--new-adapter"))
     assert "is not a file" in refused(run(*base, "--data", file, "--adapter", tmp_path / "none"))

@@ -12,7 +12,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvspeed.cli.common import Debug, Device, DType, Fault, ModelName, guarded, load_model, seldom, stderr, stdout
+from kvspeed.cli.common import (
+    Debug,
+    Device,
+    DType,
+    Fault,
+    ModelName,
+    check_file,
+    guarded,
+    load_model,
+    seldom,
+    stderr,
+    stdout,
+)
 
 if TYPE_CHECKING:
     from kvspeed.eval.tasks import TaskSpec
@@ -81,8 +93,9 @@ def choose_depth(
     if not 0 <= confidence < 1:
         raise Fault(f"--confidence: is {confidence}; give a number from 0 to below 1, 0 to go by the average")
     config = _config_of(model) if save else None
-    if json_file is not None and not json_file.parent.is_dir():
-        raise Fault(f"--json: there is no folder {json_file.parent}")
+    check_file("--json", json_file)
+    records = json_file.with_name(json_file.name + ".records") if json_file is not None else None
+    check_file("--json", records)
     specs = split_specs(tasks)
     calibration, others, by_name = _samples(specs, samples, held_out, seed)
     network, tokenizer, name = load_model(model, dtype, device)
@@ -94,8 +107,7 @@ def choose_depth(
         "max_new_tokens": max_new_tokens or max(spec.answer_tokens for spec in specs),
         "each": _teller(),
     }
-    if json_file is not None:
-        records = json_file.with_name(json_file.name + ".records")
+    if records is not None:
         if restart:
             records.unlink(missing_ok=True)
         options["answers"] = _Kept(records, network, rule, options["max_new_tokens"])

@@ -31,6 +31,8 @@ __all__ = [
     "ModelName",
     "check_adapter_file",
     "check_depth",
+    "check_file",
+    "check_folder",
     "counted",
     "guarded",
     "is_testbed",
@@ -289,6 +291,39 @@ def check_adapter_file(file: Path | None) -> None:
     """Refuses, before a model is read, an adapter that is not there."""
     if file is not None and str(file) != "none" and not file.is_file():
         raise Fault(f"--adapter: {file} is not a file; give what kvspeed train-adapter or PacketAdapter.save wrote")
+
+
+def check_file(option: str, path: Path | None, *, makes_folder: bool = False) -> None:
+    """Refuses, before any work, a file that could not be written, or that is none and would be replaced by one.
+
+    Args:
+        option: what it was given by.
+        path: the file; None: nothing is written.
+        makes_folder: whether a missing folder is made.
+    """
+    if path is None:
+        return
+    if path.is_dir():
+        raise Fault(f"{option}: {path} is a folder; give a file")
+    if path.exists() and not path.is_file():
+        raise Fault(f"{option}: {path} is a pipe, a device or the like, which a file would replace; give a file")
+    folder = path.absolute().parent
+    if not makes_folder and not folder.exists():
+        raise Fault(f"{option}: there is no folder {folder}; make it, or give another file")
+    check_folder(option, folder, instead="another file")
+
+
+def check_folder(option: str, path: Path | None, *, instead: str = "a folder") -> None:
+    """Refuses, before any work, a folder that can be neither made nor written to."""
+    if path is None:
+        return
+    there = path.absolute()
+    while not there.exists():
+        there = there.parent
+    if not there.is_dir():
+        raise Fault(f"{option}: {there} is a file; give {instead}")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise Fault(f"{option}: {there} cannot be written to; give {instead}")
 
 
 def check_depth(k: int | None, model: Any) -> None:

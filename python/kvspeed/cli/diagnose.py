@@ -15,6 +15,7 @@ from kvspeed.cli.common import (
     Fault,
     MaxNewTokens,
     ModelName,
+    check_file,
     counted,
     guarded,
     load_model,
@@ -88,11 +89,8 @@ def diagnose(
 
 def _outputs(json_file: Path | None, plot: Path | None) -> Diagnosis | None:
     """Refuse, before any work, what could not be written; returns an earlier diagnosis where there is one."""
-    for option, path in (("--json", json_file), ("--plot", plot)):
-        if path is not None and path.is_dir():
-            raise Fault(f"{option}: {path} is a folder; give a file")
-        if path is not None and not path.absolute().parent.is_dir():
-            raise Fault(f"{option}: there is no folder {path.absolute().parent}; make it, or give another file")
+    check_file("--json", json_file)
+    check_file("--plot", plot)
     if plot is not None:
         from kvspeed.eval.diagnose_plot import check_plotting
 

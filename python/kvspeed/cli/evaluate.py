@@ -20,6 +20,8 @@ from kvspeed.cli.common import (
     DType,
     Fault,
     ModelName,
+    check_file,
+    check_folder,
     counted,
     guarded,
     is_testbed,
@@ -149,13 +151,12 @@ def write(
     from kvspeed.eval.tasks import split_specs
     from kvspeed.samples import distinct, write_samples
 
+    check_file("FILE", file)
     made = [
         sample
         for spec in split_specs(tasks)
         for sample in spec.load(count, seed=seed, split=split, questions_per_context=questions_per_context)
     ]
-    if not file.absolute().parent.is_dir():
-        raise Fault(f"{file}: there is no folder {file.parent}; make it first")
     write_samples(file, distinct(made))
     stderr().print(f"wrote {file}, {counted(len(made), 'question')}", markup=False, soft_wrap=True)
 
@@ -179,6 +180,7 @@ def plot(
     from kvspeed.eval.report import read_report
 
     _check_matplotlib()
+    check_folder("FOLDER", folder)
     _plot(read_report(report_file), folder)
     if loss:
         curves = dict(named(entry, "--loss") for entry in loss)
@@ -207,6 +209,9 @@ def sinks(
     from kvspeed.install import unpatch_model
 
     _check_matplotlib()
+    check_file("FILE", file, makes_folder=True)
+    numbers = file.with_name(file.name + ".json")
+    check_file("FILE", numbers, makes_folder=True)
     asked = TaskSpec.parse(task).load(samples, seed=seed, split=split)
     network, tokenizer, name, adapters = _load(model, adapter, dtype, device, ("packet",))
     unpatch_model(network)
@@ -229,7 +234,7 @@ def sinks(
                 "blocks": profiles[0].blocks,
             }
     shown = {title: entry["first_sample"] for title, entry in found.items()}
-    write_text(file.with_name(file.name + ".json"), json.dumps({"model": name, "task": task, **found}) + "\n")
+    write_text(numbers, json.dumps({"model": name, "task": task, **found}) + "\n")
     _say(plot_sinks(shown, {title: [b for b, _ in entry["blocks"]] for title, entry in found.items()}, file))
     for title, entry in found.items():
         stdout().print(
@@ -295,6 +300,10 @@ class Places:
         Args:
             parts: how many processes share the records.
         """
+        check_file("--json", self.json_file, makes_folder=True)
+        check_file("--json", self.journal, makes_folder=True)
+        check_file("--markdown", self.markdown_file, makes_folder=True)
+        check_folder("--plots", self.plots)
         if self.restart and self.report_only:
             raise Fault("--restart: drops the records that --report-only reports; give one of them")
         if self.restart and parts > 1:

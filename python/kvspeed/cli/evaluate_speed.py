@@ -16,6 +16,7 @@ from kvspeed.cli.common import (
     DType,
     Fault,
     ModelName,
+    check_file,
     guarded,
     is_testbed,
     load_model,
@@ -230,6 +231,9 @@ def train_swiftkv(
     from kvspeed.eval.swiftkv import train_swiftkv as train
     from kvspeed.samples import distinct, read_samples
 
+    check_file("FILE", file)
+    facts_file = file.with_name(file.name + ".json")
+    check_file("FILE", facts_file)
     asked = distinct(sample for path in samples for sample in read_samples(path))
     network, tokenizer, name = load_model(model, dtype, device)
     weights = SwiftKV.for_model(network, k, share)
@@ -261,7 +265,7 @@ def train_swiftkv(
     facts["records"] = [record for record in facts["records"] if record["split"] == "dev"]
     done = [record for record in report.records if record.split == "train"]
     tokens = sum(record.tokens_per_s for record in done) / max(1, len(done))
-    with replacing(file.with_name(file.name + ".json")) as part:
+    with replacing(facts_file) as part:
         facts = {"model": name, "k": k, "share": share, "method": "swiftkv", "tokens_per_second": tokens, **facts}
         part.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     stdout().print(f"{name}: {report}", soft_wrap=True, markup=False)

@@ -16,6 +16,7 @@ from kvspeed.cli.common import (
     ModelName,
     check_adapter_file,
     check_depth,
+    check_folder,
     guarded,
     load_model,
     progress,
@@ -62,8 +63,7 @@ def pack(
     """
     chosen = _press(press)
     texts = read_texts(files)
-    if out.exists() and not out.is_dir():
-        raise Fault(f"--out: {out} is a file; give a folder")
+    check_folder("--out", out)
     check_adapter_file(adapter)
     network, tokenizer, name = load_model(model, dtype)
     check_depth(k, network)

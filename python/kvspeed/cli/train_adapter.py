@@ -12,7 +12,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvspeed.cli.common import Debug, Device, DType, Fault, ModelName, check_depth, guarded, load_model, stderr, stdout
+from kvspeed.cli.common import (
+    Debug,
+    Device,
+    DType,
+    Fault,
+    ModelName,
+    check_depth,
+    check_folder,
+    guarded,
+    load_model,
+    stderr,
+    stdout,
+)
 
 if TYPE_CHECKING:
     from kvspeed.packet import PacketAdapter
@@ -112,8 +124,7 @@ def train_adapter(
         raise Fault(f"--loss: got {loss!r}, choose kl or ce")
     if init not in ("random", "preamble"):
         raise Fault(f"--init: got {init!r}, choose random or preamble")
-    if out.exists() and not out.is_dir():
-        raise Fault(f"--out: {out} is a file; give a folder")
+    check_folder("--out", out)
     given = _samples(samples or [], tasks, contexts, seed)
     held: Any = dev if dev_samples is None else distinct(_read(dev_samples, "--dev-samples"), given)
     network, tokenizer, name = load_model(model, dtype, device)

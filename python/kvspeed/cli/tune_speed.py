@@ -9,7 +9,19 @@ from typing import Annotated, Any
 
 import typer
 
-from kvspeed.cli.common import Debug, Device, DType, Fault, ModelName, check_depth, guarded, load_model, stderr, stdout
+from kvspeed.cli.common import (
+    Debug,
+    Device,
+    DType,
+    Fault,
+    ModelName,
+    check_depth,
+    check_folder,
+    guarded,
+    load_model,
+    stderr,
+    stdout,
+)
 from kvspeed.cli.train_adapter import advice, bars, generated
 
 __all__ = ["tune_speed"]
@@ -143,8 +155,8 @@ def tune_speed(
     ):
         if value not in allowed:
             raise Fault(f"{option}: got {value!r}, choose {' or '.join(allowed)}")
-    if out.exists() and not out.is_dir():
-        raise Fault(f"--out: {out} is a file; give a folder")
+    check_folder("--out", out)
+    check_folder("--teacher", teacher)
     if adapter is not None and new_adapter:
         raise Fault("--new-adapter: --adapter names soft tokens already; give one of them")
     given = _data(data or [], tasks, contexts, dataset, dataset_split, limit, seed)
