@@ -137,6 +137,8 @@ def test_refusals(tmp_path, model, file):
     assert "wrong-1: has no answer to learn from" in refused(run(*base, "--data", wrong, "--dev", 0))
     wrong.write_text('\n{"documents": ["a"], "question": "b?", "answers": ["c"]}\n' + wrong.read_text())
     assert "wrong.jsonl: line 3 is a conversation and line 2 is none" in refused(run(*base, "--data", wrong))
+    wrong.write_text('{"documents": ["a"], "question": "b?", "answers": ["c"], "messages": []}\n')
+    assert "wrong.jsonl, line 1: has both messages and documents" in refused(run(*base, "--data", wrong))
     assert not (tmp_path / "out").exists()
 
 

@@ -11,7 +11,8 @@ from itertools import pairwise
 
 import pytest
 from kvspeed import Sample, read_samples, write_samples
-from kvspeed.eval.checks import holds, satisfied
+from kvspeed.check_forms import FORMS
+from kvspeed.eval.checks import CHECKS, holds, satisfied
 from kvspeed.eval.score import copied
 from kvspeed.eval.tasks import SKILLS, TaskSpec, arithmetic, code, copying, instruction, long, split_specs
 from kvspeed.samples import check_samples
@@ -153,7 +154,8 @@ def test_checks(check, good, bad):
 def test_wrong_checks():
     with pytest.raises(ValueError, match="no check 'shout'; there are contains"):
         holds("shout", "x")
-    for check in ("words:5", "items:x", "items:2"):
+    assert set(FORMS) == set(CHECKS)
+    for check in ("words:5", "words:²-3", "items:x", "items:2", "items:²:|"):
         with pytest.raises(ValueError, match="checks: "):
             holds(check, "x")
     with pytest.raises(ValueError, match="got none"):

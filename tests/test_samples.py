@@ -120,6 +120,9 @@ def test_short_forms_of_a_line(tmp_path):
         ('{"documents": "d", "question": "q", "answer": "x"}', "line 3: documents: expected a list"),
         ('{"documents": ["d"], "question": "q", "answer": "x", "answers": ["y"]}', "line 3: both answer and answers"),
         ('{"docs": ["d"], "question": "q", "answer": "x"}', "line 3: unknown field 'docs'"),
+        ('{"documents": ["d"], "question": "q", "answer": "x", "checks": ["shout"]}', "line 3: checks: there is no"),
+        ('{"documents": ["d"], "question": "q", "answer": "x", "checks": ["words:5"]}', "checks: words:5 is not"),
+        ('{"documents": ["d"], "question": "q", "answer": "x", "answer": "y"}', "line 3: 'answer' is given twice"),
         (json.dumps(GOOD), "line 3: the id 'a' is that of line 1 too"),
     ],
 )

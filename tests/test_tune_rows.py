@@ -104,6 +104,8 @@ def test_files(tmp_path):
         ('{"messages": []}', r"line 1: messages is \[\]"),
         ('{"messages": [{"role": "user"}]}', "line 1: message 1 is"),
         ('{"messages": [{"role": "user", "content": [1]}]}', "line 1: message 1 is"),
+        ('{"messages": [{"role": "User", "content": "a"}]}', "line 1: message 1 is of 'User'; the roles are system"),
+        ('{"messages": [], "messages": []}', "line 1: 'messages' is given twice"),
         ("", "holds no conversations"),
     ):
         path.write_text(line)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kvspeed.atomic import replacing
+from kvspeed.check_forms import check_form
 
 __all__ = [
     "ANSWER_MARK",
@@ -27,6 +28,7 @@ __all__ = [
     "Sample",
     "check_samples",
     "distinct",
+    "distinct_keys",
     "document_text",
     "read_samples",
     "read_text",
@@ -62,8 +64,8 @@ class Sample:
 
     Raises:
         TypeError: a field is of another type.
-        ValueError: there are no documents or no answers, a text is empty, or `gold` names a document twice or one that
-            is not there.
+        ValueError: there are no documents or no answers, a text is empty, a check is none, or `gold` names a document
+            twice or one that is not there.
     """
 
     id: str
@@ -112,6 +114,7 @@ class Sample:
             if not isinstance(check, str):
                 raise TypeError(f"checks[{number}]: expected a string, got {type(check).__name__}")
             _check_text(f"checks[{number}]", check)
+            check_form(check)
         self._check_gold()
 
     def _check_gold(self) -> None:
@@ -176,7 +179,7 @@ def read_samples(path: str | os.PathLike[str]) -> list[Sample]:
             continue
         where = f"{path}, line {number}"
         try:
-            sample = _sample(json.loads(line), f"{path.stem}-{number}")
+            sample = _sample(json.loads(line, object_pairs_hook=distinct_keys), f"{path.stem}-{number}")
         except json.JSONDecodeError as error:
             raise ValueError(f"{where}: is no JSON ({error.msg} at character {error.pos + 1})") from None
         except RecursionError:
@@ -217,6 +220,20 @@ def read_text(path: Path, expected: str) -> str:
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         raise ValueError(f"{path}, line {line}: is not UTF-8 text (byte {error.start}); {expected}") from None
+
+
+def distinct_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object of which nothing is dropped: for `json.loads(..., object_pairs_hook=)`, which keeps the last only.
+
+    Raises:
+        ValueError: a key is there twice.
+    """
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"{key!r} is given twice; give it once")
+        found[key] = value
+    return found
 
 
 def _sample(entry: Any, default_id: str) -> Sample:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -42,13 +43,26 @@ def read_data(path: str | Path) -> list[Any]:
     with path.open(encoding="utf-8-sig", errors="replace") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
-                first.setdefault('"messages"' in line and '"documents"' not in line, number)
+                first.setdefault(_is_conversation(line, f"{path}, line {number}"), number)
     if len(first) > 1:
         raise ValueError(
             f"{path}: line {first[True]} is a conversation and line {first[False]} is none; put samples and "
             "conversations into files of their own, and give both"
         )
     return list(read_messages(path)) if True in first else list(read_samples(path))
+
+
+def _is_conversation(line: str, where: str) -> bool:
+    """By its keys; a line that is no JSON object is left to the one that reads it."""
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
+        return '"messages"' in line and '"documents"' not in line
+    if not isinstance(entry, dict) or "messages" not in entry:
+        return False
+    if "documents" in entry:
+        raise ValueError(f"{where}: has both messages and documents; make it a conversation or a sample")
+    return True
 
 
 def sides(data: Any, dev: Any, seed: int) -> tuple[Parts, Parts]:

@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from kvspeed.prompt import added_bos, encode
+from kvspeed.samples import distinct_keys
 
 __all__ = ["Conversation", "Messages", "Row", "conversations_of", "dataset_messages", "read_messages", "rows_of"]
 
 Messages = list[dict[str, str]]
+ROLES = ("system", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True)
@@ -76,9 +78,13 @@ def read_messages(path: str | os.PathLike[str]) -> list[Conversation]:
             continue
         where = f"{path}, line {number}"
         try:
-            entry = json.loads(line)
+            entry = json.loads(line, object_pairs_hook=distinct_keys)
         except json.JSONDecodeError as error:
             raise ValueError(f"{where}: is no JSON ({error.msg} at character {error.pos + 1})") from None
+        except RecursionError:
+            raise ValueError(f"{where}: is nested too deeply to be a conversation") from None
+        except ValueError as error:  # a key that is there twice
+            raise ValueError(f"{where}: {error}") from None
         if not isinstance(entry, dict) or "messages" not in entry:
             raise ValueError(f'{where}: expected an object with "messages", as instruction data has them')
         found.append(_conversation(f"{path.stem}-{number}", entry["messages"], where))
@@ -222,5 +228,7 @@ def _conversation(name: str, messages: Any, where: str) -> Conversation:
         role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
         if not isinstance(role, str) or not isinstance(content, str):
             raise ValueError(f'{where}: message {number} is {message!r:.60}; expected {{"role": ..., "content": ...}}')
+        if role not in ROLES:
+            raise ValueError(f"{where}: message {number} is of {role!r}; the roles are {', '.join(ROLES)}")
         found.append((role, content))
     return Conversation(name, tuple(found))
