@@ -69,11 +69,16 @@ def test_an_interrupted_run_asks_nothing_twice(folder: Path, tmp_path: Path, mon
 
 def test_refusals(folder: Path, tmp_path: Path) -> None:
     before = (folder / "config.json").read_text()
+    long = tmp_path / "long.jsonl"
+    lines = [{"documents": [text], "question": "q", "answers": ["a"]} for text in ("a", "b", 17000 * "c")]
+    long.write_text("".join(json.dumps(line) + "\n" for line in lines))
     for arguments, says in (
         (("--confidence", "1"), "--confidence: is 1.0"),
         (("--k", "3,x"), "--k: got '3,x'"),
         (("--k", "9"), "depths: hold 9 and the model has 6 layers"),
         (("--budget", "1"), "budget: is 1.0"),
+        (("--max-new-tokens", 16384), "and the model has 16384 positions"),
+        (("--held-out", 1, "--tasks", f"samples:path={long}", "--samples", 2), "sample 'long-3' has 1"),
         (("--tasks", "poetry"), "there is no task 'poetry'"),
         (("--json", str(tmp_path / "none" / "a.json")), "--json: there is no folder"),
         (("--json", str(tmp_path)), "is a folder; give a file"),

@@ -153,3 +153,11 @@ def test_a_patched_model_is_refused(tokenizer):
     model = patch_model(tiny_model("llama", vocab=300, layers=2))
     with pytest.raises(ValueError, match="call unpatch_model"):
         attention_profile(model, tokenizer, SAMPLE)
+
+
+def test_a_prompt_longer_than_the_model_is_refused(tokenizer):
+    length = len(attention_profile(tiny_model("llama", vocab=300, layers=2), tokenizer, SAMPLE).shares)
+    model = tiny_model("llama", vocab=300, layers=2, max_position_embeddings=length + 5)
+    attention_profile(model, tokenizer, SAMPLE)
+    with pytest.raises(ValueError, match=f"{length + 6} tokens, and the model has {length + 5} positions"):
+        attention_profile(model, tokenizer, SAMPLE, adapter=PacketAdapter.for_model(model, header=1, trailer=1))

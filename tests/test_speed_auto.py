@@ -380,6 +380,7 @@ def test_word_f1(answers: tuple[str, ...], text: str, score: float) -> None:
         ({"budget": 0.0, "confidence": 0.8}, ValueError, "budget of 0 cannot be shown"),
         ({"confidence": 1.0}, ValueError, "confidence: is 1.0"),
         ({"max_new_tokens": 0}, ValueError, "max_new_tokens"),
+        ({"max_new_tokens": 4090}, ValueError, "sample 'qa-0' has .* up to 4090, and the model has 4096 positions"),
         ({"depths": [0]}, ValueError, "depths: hold 0"),
         ({"depths": [LAYERS + 1]}, ValueError, "depths: hold 7"),
         ({"depths": [2.0]}, TypeError, "depths: hold 2.0"),
@@ -440,3 +441,5 @@ def test_held_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert state_of(model) is None
     with pytest.raises(ValueError, match="got no samples"):
         auto.held_out(model, TOKENIZER, [], choice)
+    with pytest.raises(ValueError, match=r"'new-0' has .* up to 4090, and the model has 4096 positions"):
+        auto.held_out(model, TOKENIZER, data[-2:], choice, max_new_tokens=4090)

@@ -416,6 +416,11 @@ def test_refuses_what_does_not_fit():
     with pytest.raises(ValueError, match="its answer, more than the model's 4096 positions"):
         long = random_samples(1)[0]
         tune(model, tokenizer, [type(long)("long", ("w100 " * 4100,), "w101", ("w102",))], **QUICK)
+    told: list[Any] = []
+    with pytest.raises(ValueError, match=r"4096 positions: .*; max_new_tokens is 4090"):
+        wanted = {**QUICK, "labels": "model", "max_new_tokens": 4090}
+        tune(model, tokenizer, random_samples(4), **wanted, progress=lambda *seen: told.append(seen))
+    assert not told  # the model was asked nothing
     model.config.num_kv_shared_layers = 2
     with pytest.raises(ValueError, match="last 2 layers share the KV of lower ones"):
         tune(model, tokenizer, random_samples(4), **QUICK)

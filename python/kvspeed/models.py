@@ -21,6 +21,7 @@ __all__ = [
     "cache_argument",
     "causal_lm",
     "check_own_kv",
+    "max_positions",
 ]
 
 
@@ -79,6 +80,13 @@ def base_model(model: nn.Module) -> nn.Module:
             f"{_known()}: pass such a model, as AutoModelForCausalLM loads it"
         )
     return stack
+
+
+def max_positions(model: nn.Module) -> int | None:
+    """The positions that the model was made for, None where its configuration does not say."""
+    config: Any = base_model(model).config
+    value = getattr(config, "max_position_embeddings", None)
+    return int(value) if value else None
 
 
 def architecture(model: nn.Module) -> Architecture:

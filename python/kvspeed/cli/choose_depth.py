@@ -111,6 +111,7 @@ def choose_depth(
         if restart:
             records.unlink(missing_ok=True)
         options["answers"] = _Kept(records, network, rule, options["max_new_tokens"])
+    auto.prompts_of(network, tokenizer, others, options["max_new_tokens"])  # have room: the choice itself takes long
     try:
         choice = auto.choose_depth(
             network,

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from kvspeed.models import base_model, causal_lm
+from kvspeed.models import base_model, causal_lm, max_positions
 from kvspeed.packet import PacketAdapter, prompt_ids
 from kvspeed.packet.adapter import input_embedding
 from kvspeed.packet.build import evaluating
@@ -75,7 +75,7 @@ def attention_profile(
         chat_template_kwargs: further arguments for the chat template.
 
     Raises:
-        ValueError: the model is patched, or its attention does not return weights.
+        ValueError: the model is patched, or its attention does not return weights, or the prompt is longer than it.
     """
     if state_of(model) is not None:
         raise ValueError("the model is patched, and its attention tells no weights: call unpatch_model(model) before")
@@ -86,10 +86,12 @@ def attention_profile(
         separator=SEPARATOR,
         chat_template_kwargs=chat_template_kwargs,
     )
+    texts = [around.preamble, *_document_ids(tokenizer, sample), around.question]
+    _check_room(model, sum(map(len, texts)) + (adapter.tokens * len(sample.documents) if adapter is not None else 0))
     embed = input_embedding(model)
     device = embed.weight.device
     parts, blocks, begin = [], [], 0
-    for number, ids in enumerate([around.preamble, *_document_ids(tokenizer, sample), around.question]):
+    for number, ids in enumerate(texts):
         part = embed(torch.tensor([list(ids)], dtype=torch.long, device=device))
         if adapter is not None and 0 < number <= len(sample.documents):
             part = adapter.wrap(part)
@@ -115,6 +117,12 @@ def attention_profile(
     shares = torch.stack([layer[0, :, question].float().mean((0, 1)) for layer in weights]).mean(0)
     soft = (adapter.header.shape[0], adapter.trailer.shape[0]) if adapter is not None else (0, 0)
     return Profile(tuple(shares.tolist()), tuple(blocks), soft)
+
+
+def _check_room(model: Any, length: int) -> None:
+    limit = max_positions(model)
+    if limit is not None and length > limit:
+        raise ValueError(f"the prompt has {length} tokens, and the model has {limit} positions: use fewer documents")
 
 
 def _document_ids(tokenizer: Any, sample: Sample) -> list[Sequence[int]]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from kvspeed.fingerprint import model_fingerprint
-from kvspeed.models import architecture, base_model, causal_lm
+from kvspeed.models import architecture, base_model, causal_lm, max_positions
 from kvspeed.packet.adapter import PacketAdapter
 from kvspeed.packet.packet import Packet
 from kvspeed.packet.press.base import kept_tokens
@@ -24,7 +24,7 @@ from kvspeed.rope import RopeSpec
 from kvspeed.speed.prefill import prompt_kv
 from kvspeed.state import state_of
 
-__all__ = ["build_packet", "build_preamble", "build_single", "stored_depth"]
+__all__ = ["build_packet", "build_preamble", "build_single", "max_positions", "stored_depth"]
 
 
 def build_packet(
@@ -223,13 +223,6 @@ def rope_of(model: nn.Module) -> RopeSpec:
     """The rotary embedding of `model`, from its patch where it has one."""
     state = state_of(model)
     return state.rope if state is not None else RopeSpec.from_model(model)
-
-
-def max_positions(model: nn.Module) -> int | None:
-    """The positions that the model was made for, None where its configuration does not say."""
-    config: Any = base_model(model).config
-    value = getattr(config, "max_position_embeddings", None)
-    return int(value) if value else None
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from torch import nn
 
 from kvspeed.fingerprint import model_fingerprint
 from kvspeed.install import patched
-from kvspeed.models import architecture, base_model
+from kvspeed.models import architecture, base_model, max_positions
 from kvspeed.prompt import encode, prompt_ids
 from kvspeed.rule import SpeedSpec
 from kvspeed.samples import INSTRUCTION, SEPARATOR, Sample, document_text
@@ -35,7 +35,7 @@ from kvspeed.speed.diagnose import TokenPrompt, diagnose
 from kvspeed.speed.trial import Answers, Score, TaskTrial
 from kvspeed.tuned import remembered_spec
 
-__all__ = ["automatic", "choose_depth", "held_out", "sample_ids", "word_f1"]
+__all__ = ["automatic", "choose_depth", "held_out", "prompts_of", "sample_ids", "word_f1"]
 
 BUDGET = 0.02
 _DIAGNOSED = 2  # samples of each task that say where to begin
@@ -80,7 +80,7 @@ def choose_depth(
     Raises:
         TypeError: an argument is of another kind.
         ValueError: no samples, too few of a task to show that it keeps the budget, a score out of range, a model in
-            training mode, a depth that the model does not have.
+            training mode, a depth that the model does not have, a prompt that leaves its answer no room.
     """
     architecture(model)
     layers = len(base_model(model).layers)  # type: ignore[arg-type]
@@ -92,7 +92,8 @@ def choose_depth(
     rule = rule if rule is not None else tuned if tuned is not None else SpeedSpec(layers)
     rule = replace(rule, gaps=())
     candidates = _candidates(depths, layers)
-    ids = {id(one): sample_ids(tokenizer, one, chat_template_kwargs) for group in samples.values() for one in group}
+    every = [one for group in samples.values() for one in group]
+    ids = prompts_of(model, tokenizer, every, max_new_tokens, chat_template_kwargs)
     if start is not None:
         starts = dict.fromkeys(samples, start)
     elif tuned is not None and tuned.k < layers:
@@ -147,10 +148,11 @@ def held_out(
     if model.training:
         raise ValueError("the model is in training mode, so that dropout could enter; call model.eval() first")
     rule = SpeedSpec(**{**choice.rule, "k": choice.k})
+    every = [one for group in groups.values() for one in group]
+    ids = prompts_of(model, tokenizer, every, max_new_tokens, chat_template_kwargs)
     found = []
     with patched(model):
         for task, group in groups.items():
-            ids = {id(one): sample_ids(tokenizer, one, chat_template_kwargs) for one in group}
             trial = TaskTrial(
                 model, tokenizer, task, group, ids, rule, choice.layers, score or word_f1, max_new_tokens, each, answers
             )
@@ -217,6 +219,29 @@ def sample_ids(tokenizer: Any, sample: Sample, chat_template_kwargs: dict[str, A
     )
     documents = [encode(tokenizer, document_text(text), "document") for text in sample.documents]
     return (*around.preamble, *(token for ids in documents for token in ids), *around.question)
+
+
+def prompts_of(
+    model: nn.Module,
+    tokenizer: Any,
+    samples: Iterable[Sample],
+    max_new_tokens: int,
+    chat_template_kwargs: dict[str, Any] | None = None,
+) -> dict[int, tuple[int, ...]]:
+    """id() of a sample -> its prompt in token ids.
+
+    Raises:
+        ValueError: a prompt and `max_new_tokens` of an answer are longer than the model; the message names the sample.
+    """
+    limit, found = max_positions(model), {}
+    for sample in samples:
+        ids = found[id(sample)] = sample_ids(tokenizer, sample, chat_template_kwargs)
+        if limit is not None and len(ids) + max_new_tokens > limit:
+            raise ValueError(
+                f"sample {sample.id!r} has {len(ids)} tokens and its answer up to {max_new_tokens}, and the model has "
+                f"{limit} positions: shorten its documents, or give a smaller max_new_tokens"
+            )
+    return found
 
 
 def word_f1(sample: Sample, text: str) -> float:

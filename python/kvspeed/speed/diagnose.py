@@ -30,7 +30,7 @@ from torch import nn
 
 from kvspeed.atomic import replacing
 from kvspeed.fingerprint import model_fingerprint
-from kvspeed.models import base_model, cache_argument, causal_lm
+from kvspeed.models import base_model, cache_argument, causal_lm, max_positions
 from kvspeed.speed.depth import Recommendation, recommend_depth
 from kvspeed.speed.loops import LoopDetector
 from kvspeed.speed.probe import Recorder, probing
@@ -364,7 +364,7 @@ def _check_call(model: nn.Module, prompts: list[TokenPrompt], max_new_tokens: in
     if model.training:
         raise ValueError("the model is in training mode, so that dropout could enter; call model.eval() first")
     config: Any = base_model(model).config
-    limit = getattr(config, "max_position_embeddings", None)
+    limit = max_positions(model)
     for prompt in prompts:
         new = max_new_tokens if prompt.answer is None else min(max_new_tokens, len(prompt.answer))
         if limit is not None and len(prompt.ids) + new > limit:

@@ -131,8 +131,14 @@ def spec_for(
     return spec
 
 
-def check_room(model: nn.Module, items: list[Item], adapter: PacketAdapter | None, spec: SpeedSpec) -> None:
-    """Refuse items that the model has no room for, or whose preamble cannot hold the anchors of packets."""
+def check_room(
+    model: nn.Module, items: list[Item], adapter: PacketAdapter | None, spec: SpeedSpec, new: int | None = None
+) -> None:
+    """Refuse items that the model has no room for, or whose preamble cannot hold the anchors of packets.
+
+    Args:
+        new: the most tokens of answers that are not there yet; None: they are the items' own.
+    """
     limit = max_positions(model)
     layers = len(base_model(model).layers)  # type: ignore[arg-type]
     for item in items:
@@ -142,11 +148,11 @@ def check_room(model: nn.Module, items: list[Item], adapter: PacketAdapter | Non
         soft = adapter.tokens * len(context.documents) if adapter is not None else 0
         before = len(context.preamble) + sum(map(len, context.documents)) + soft
         for query, answer in zip(context.queries, item.answers, strict=True):
-            total = before + len(query.question) + len(answer.tokens)
+            total = before + len(query.question) + (len(answer.tokens) if new is None else new)
             if limit is not None and total > limit:
                 raise ValueError(
                     f"sample {query.id}: has {total} tokens with its answer, more than the model's {limit} positions: "
-                    "shorten its documents, or use fewer"
+                    "shorten its documents, or use fewer" + ("" if new is None else f"; max_new_tokens is {new}")
                 )
         if adapter is not None and spec.k < layers and len(context.preamble) < spec.anchor_tokens:
             raise ValueError(

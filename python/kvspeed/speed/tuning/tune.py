@@ -164,6 +164,7 @@ def tune(
         raise ValueError("adapter: packets need a depth k; give k instead of deep_layers, or leave adapter out")
     if adapter is not None and not any(item.context is not None for item in items):
         raise ValueError("adapter: packets hold documents, and the data have none; give samples, or leave adapter out")
+    check_room(model, [*items, *held], adapter, spec, max_new_tokens if labels == "model" else None)
     processes = Processes.here(model)
     place = folder_of(folder, processes)
     # LoRA changes the model's modules; whether it is patched now, and how, does not matter
@@ -175,7 +176,6 @@ def tune(
         lambda done, total: told("teacher", done, total, None) if told is not None else None,
     )  # fmt: skip
     items, held = everything[: len(items)], everything[len(items) :]
-    check_room(model, everything, adapter, spec)
     plan = list(schedule(items, batch_size, epochs, steps, seed))
     layers = len(base_model(model).layers)  # type: ignore[arg-type]
     settings = _settings(choices, spec, digest(items, held), len(plan), adapter)
