@@ -11,9 +11,11 @@ import sys
 import kvspeed
 import pytest
 import torch
+import typer
 from cli_tools import run
 from kvspeed import ops
 from kvspeed.cli.app import app
+from kvspeed.cli.common import guarded, progress, stderr, stdout
 from typer.main import get_command
 
 
@@ -51,6 +53,39 @@ def test_version_and_help_do_not_import_torch(arguments):
         "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+@pytest.fixture
+def pipe_without_reader():
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as stream:
+        yield stream
+
+
+def test_results_whose_reader_has_gone_are_no_fault(monkeypatch, pipe_without_reader):
+    monkeypatch.setattr(sys, "stdout", pipe_without_reader)
+    with pytest.raises(typer.Exit) as end:
+        guarded(lambda: stdout().print("found"))()
+    assert end.value.exit_code == 0
+
+
+def test_work_goes_on_when_the_reader_of_notes_has_gone(monkeypatch, pipe_without_reader):
+    monkeypatch.setattr(sys, "stderr", pipe_without_reader)
+
+    def work():
+        with progress("working", 2) as advance:
+            for _ in range(2):
+                advance("")
+                stderr().print("note")
+        return "done"
+
+    assert guarded(work)() == "done"
+
+
+def test_a_closed_output(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    stdout().print("found")
 
 
 def test_python_m_kvspeed():

@@ -149,6 +149,7 @@ def test_where_the_question_looks(tmp_path, model_dir, adapter):
         (["--methods", "packet", "--adapter", "missing.safetensors"], "missing.safetensors"),
         (["--methods", "full", "--shard", "2/2"], "shard: got 2 of 2"),
         (["--methods", "full", "--shard", "half"], "--shard: got 'half'"),
+        (["--methods", "full", "--shard", "²/3"], "--shard: got '²/3'"),
         (["--methods", "full", "--device", "tpu9"], "--device: got 'tpu9'"),
         (["--methods", "full", "--device", "cuda:77"], "--device: "),
         (["--methods", "full", "--split", "valid"], "split: got 'valid'"),

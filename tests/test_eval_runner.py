@@ -16,6 +16,7 @@ import torch
 from cli_tools import save_model
 from kvspeed import PacketAdapter, Sample, patch_model, write_samples
 from kvspeed.eval.answer import Answer, SharedFull, end_to_end, greedy
+from kvspeed.eval.fields import ANSWER
 from kvspeed.eval.journal import Journal
 from kvspeed.eval.methods import Context, decode, get_method
 from kvspeed.eval.report import markdown, read_report, report
@@ -330,8 +331,11 @@ def record(number: int, **more) -> dict:
     }
 
 
+SCORES = {name: ANSWER[name] for name in ("f1", "em")}
+
+
 def append(path, first, count):
-    journal = Journal(path, {"model": "x"})
+    journal = Journal(path, {"model": "x"}, SCORES)
     for number in range(first, first + count):
         journal.add(record(number, text="ü" * (number % 50)))
 
@@ -344,7 +348,7 @@ def test_processes_append_to_one_journal(tmp_path):
         worker.start()
     for worker in workers:
         worker.join()
-    assert len(Journal(path, {"model": "x"})) == 120
+    assert len(Journal(path, {"model": "x"}, SCORES)) == 120
     assert len(path.read_text().splitlines()) == 121
 
 
@@ -354,10 +358,10 @@ def test_a_cut_off_line_costs_one_record(tmp_path, cut):
     append(path, 0, 3)
     data = path.read_bytes()
     path.write_bytes(data[:-cut])
-    journal = Journal(path, {"model": "x"})
+    journal = Journal(path, {"model": "x"}, SCORES)
     assert len(journal) == (3 if cut == 1 else 2)
     journal.add(record(7))
-    again = Journal(path, {"model": "x"})
+    again = Journal(path, {"model": "x"}, SCORES)
     assert again.get(**record(7)) == record(7) and len(again) == len(journal)
 
 
@@ -369,14 +373,14 @@ def test_a_cut_off_header_is_written_again(tmp_path):
     journal.add(record(1))
     assert len(Journal(path, {"model": "y"})) == 1
     with pytest.raises(ValueError, match="its model is 'y', and now it is 'x'"):
-        Journal(path, {"model": "x"})
+        Journal(path, {"model": "x"}, SCORES)
 
 
 def test_a_file_that_is_no_journal_is_left_alone(tmp_path):
     path = tmp_path / "j"
     path.write_text("notes\nof mine\n")
     with pytest.raises(ValueError, match="line 1: is no"):
-        Journal(path, {"model": "x"})
+        Journal(path, {"model": "x"}, SCORES)
     append(tmp_path / "k", 0, 2)
     with (tmp_path / "k").open("a") as file:
         file.write("what is this\n")
@@ -384,7 +388,7 @@ def test_a_file_that_is_no_journal_is_left_alone(tmp_path):
     with append_more.open("a") as file:
         file.write(json.dumps(record(9)) + "\n")
     with pytest.raises(ValueError, match="line 4: is no record"):
-        Journal(append_more, {"model": "x"})
+        Journal(append_more, {"model": "x"}, SCORES)
 
 
 @pytest.mark.parametrize(
@@ -395,7 +399,33 @@ def test_a_line_that_is_no_record_is_named(tmp_path, line):
     with (tmp_path / "k").open("a") as file:
         file.write(line + "\n" + json.dumps(record(8)) + "\n")
     with pytest.raises(ValueError, match="k, line 4: is no record"):
-        Journal(tmp_path / "k", {"model": "x"})
+        Journal(tmp_path / "k", {"model": "x"}, SCORES)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"group": None},
+        {"token_ids": "1 2"},
+        {"token_ids": ["x"]},
+        {"prediction": 3},
+        {"ttft_s": "x"},
+        {"end_to_end_s": True},
+        {"flops": float("nan")},
+        {"contains": 2},
+    ],
+)
+@pytest.mark.parametrize("is_missing", [False, True])
+def test_a_record_that_no_report_can_be_made_of_is_named(tiny, samples, tmp_path, change, is_missing):
+    path, plan = tmp_path / "r.records", plan_of(samples, samples=1, methods=("none",), timed=0)
+    runner_of(tiny, plan, path=path).run()
+    header, line = path.read_text().splitlines()
+    found = {**json.loads(line), **change}
+    if is_missing:
+        found.pop(*change)
+    path.write_text(f"{header}\n{json.dumps(found)}\n")
+    with pytest.raises(ValueError, match=r"r\.records, line 2: is no record"):
+        runner_of(tiny, plan, path=path)
 
 
 @pytest.mark.parametrize(
@@ -428,15 +458,15 @@ def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
             raise OSError(28, "No space left on device")
         return write(file, data)
 
-    journal = Journal(path, {"model": "x"})
+    journal = Journal(path, {"model": "x"}, SCORES)
     monkeypatch.setattr(os, "write", half)
     with pytest.raises(OSError, match="No space"):
         journal.add(record(5))
     monkeypatch.undo()
-    again = Journal(path, {"model": "x"})
+    again = Journal(path, {"model": "x"}, SCORES)
     assert len(again) == 2 and again.get(**record(5)) is None
     again.add(record(5))
-    assert len(Journal(path, {"model": "x"})) == 3
+    assert len(Journal(path, {"model": "x"}, SCORES)) == 3
 
 
 # ---- report --------------------------------------------------------------------------------------------------------
@@ -472,6 +502,10 @@ def test_a_report_says_what_the_records_say(tiny, samples, tmp_path, monkeypatch
         ("[]", "is no report"),
         ('{"kind": "kvspeed.eval.packets"}', "is no report"),
         ('{"kind": "kvspeed.eval.packets", "version": 99, "rows": []}', "version 99"),
+        ('{"kind": "kvspeed.eval.packets", "version": 1, "rows": [{}]}', "r.json: entry 1 of its rows lacks task"),
+        ('{"kind": "kvspeed.eval.packets", "version": 1, "rows": [1]}', "entry 1 of its rows lacks fields"),
+        ('{"kind": "kvspeed.eval.speed", "version": 1, "rows": []}', "entry 1 of its averages lacks fields"),
+        ('{"kind": "kvspeed.eval.speed", "version": 1, "rows": [], "averages": [{"method": "a"}]}', "lacks category"),
     ],
 )
 def test_a_file_that_is_no_report(tmp_path, text, words):

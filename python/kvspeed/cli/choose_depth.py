@@ -211,7 +211,7 @@ class _Kept:
             "prompt": [INSTRUCTION, SEPARATOR],
         }
         self.max_new_tokens = max_new_tokens
-        self.journal = Journal(path, header, scores=())
+        self.journal = Journal(path, header)
 
     def get(self, sample: Sample, k: int) -> str | None:
         found = (self.journal.get(**self._key(sample, k)) or {}).get("text")

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TextIO, TypeVar
 
 import typer
 
@@ -97,9 +97,8 @@ def guarded(command: Callable[P, R]) -> Callable[P, R]:
         except KeyboardInterrupt:
             print("kvspeed: interrupted", file=sys.stderr)
             raise typer.Exit(130) from None
-        except BrokenPipeError:
-            # the reader of our output has gone; silence the interpreter's own flush at exit too
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except BrokenPipeError:  # the reader of our output has gone
+            _silence(sys.stdout)
             raise typer.Exit(0) from None
         except Exception as error:
             if kwargs.get("debug"):
@@ -109,6 +108,11 @@ def guarded(command: Callable[P, R]) -> Callable[P, R]:
             raise typer.Exit(2) from None
 
     return run
+
+
+def _silence(stream: TextIO) -> None:
+    """Lets a stream whose reader has gone lead nowhere: the interpreter's own flush at exit too."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _sentence(error: Exception) -> str:
@@ -126,15 +130,24 @@ def stdout() -> Console:
     """The console for results: as wide as the terminal or COLUMNS says, 110 columns where neither is there."""
     from rich.console import Console
 
-    known = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()
-    return Console(highlight=False, width=None if known else 110)
+    class Results(Console):
+        def on_broken_pipe(self) -> None:  # rich would exit, and not with 0
+            raise BrokenPipeError
+
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()  # None where it was closed
+    known = is_terminal or os.environ.get("COLUMNS", "").isdecimal()
+    return Results(highlight=False, width=None if known else 110)
 
 
 def stderr() -> Console:
-    """The console for progress and notes."""
+    """The console for progress and notes; the work goes on without them where their reader has gone."""
     from rich.console import Console
 
-    return Console(stderr=True, highlight=False)
+    class Notes(Console):
+        def on_broken_pipe(self) -> None:
+            _silence(sys.stderr)
+
+    return Notes(stderr=True, highlight=False)
 
 
 def counted(number: int, noun: str) -> str:

@@ -353,7 +353,7 @@ def carry_out(runner: Runner, places: Places) -> dict[str, Any]:
 
 def shard_of(text: str) -> tuple[int, int]:
     index, slash, count = text.partition("/")
-    if not slash or not index.isdigit() or not count.isdigit():
+    if not slash or not index.isdecimal() or not count.isdecimal():
         raise Fault(f"--shard: got {text!r}, expected I/N, such as 0/2 and 1/2 for two processes")
     return int(index), int(count)
 

@@ -275,7 +275,7 @@ def train_swiftkv(
 def _depths(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",") if part.strip()]
     for part in parts:
-        if not part.isdigit() or int(part) < 1:
+        if not part.isdecimal() or int(part) < 1:
             raise Fault(f"--k: got {part!r}, expected depths such as 20,22,24")
     return [int(part) for part in parts]
 

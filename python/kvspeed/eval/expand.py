@@ -44,4 +44,4 @@ def _same(family: str, name: str) -> bool:
     if not number:
         return family == name
     middle = name[len(before) : len(name) - len(after)]
-    return name.startswith(before) and name.endswith(after) and middle.isdigit()
+    return name.startswith(before) and name.endswith(after) and middle.isdecimal()

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from kvspeed.eval.fields import Fields, wrong_field
+
 __all__ = ["Journal", "Record"]
 
 Record = dict[str, Any]
@@ -27,17 +29,15 @@ class Journal:
     Args:
         path: the file; made with the first record.
         header: JSON-able; what all records have in common. A file with another header is refused.
-        scores: what every record must hold, from 0 to 1.
+        fields: what every record must hold beside its key.
 
     Raises:
         ValueError: the file belongs to another run or is damaged; the message names the difference or the line.
         OSError: it cannot be read.
     """
 
-    def __init__(
-        self, path: str | os.PathLike[str], header: dict[str, Any], scores: tuple[str, ...] = ("f1", "em")
-    ) -> None:
-        self.path, self.header, self.scores = Path(path), json.loads(json.dumps(header)), scores
+    def __init__(self, path: str | os.PathLike[str], header: dict[str, Any], fields: Fields | None = None) -> None:
+        self.path, self.header, self.fields = Path(path), json.loads(json.dumps(header)), fields or {}
         self._records: dict[tuple[Any, ...], Record] = {}
         if self.path.exists():
             for record in self._read():
@@ -93,7 +93,7 @@ class Journal:
                 entry = None
             if number == 1:
                 self._check(entry)
-            elif _is_record(entry, self.scores):
+            elif _is_record(entry, self.fields):
                 yield entry
             else:
                 raise ValueError(
@@ -112,12 +112,11 @@ class Journal:
                 )
 
 
-def _is_record(entry: Any, names: tuple[str, ...]) -> bool:
-    """Whether a line has what a report asks of it."""
+def _is_record(entry: Any, fields: Fields) -> bool:
+    """Whether a line has its key, and what is made of records."""
     if not isinstance(entry, dict) or not all(isinstance(entry.get(name, []), (str, int, type(None))) for name in _KEY):
         return False
-    scores = [entry.get(name) for name in names]
-    return all(isinstance(score, (int, float)) and 0 <= score <= 1 for score in scores)
+    return wrong_field(entry, fields) is None
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from typing import Any
 from kvspeed.atomic import replacing
 from kvspeed.eval.bootstrap import mean_interval, ratio_interval
 from kvspeed.eval.checks import satisfied
+from kvspeed.eval.fields import AVERAGE, ROW, SPEED_ROW, wrong_field
 from kvspeed.eval.journal import Record
 from kvspeed.eval.report_speed import averages, seconds_text, speed_tables
 from kvspeed.eval.runner import FULL, Runner
@@ -178,7 +179,7 @@ def read_report(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is none, or of an unknown version.
+        ValueError: it is none, or of an unknown version, or lacks what its plots show.
     """
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -189,6 +190,16 @@ def read_report(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ValueError(f"{path}: is no report of kvspeed eval; give the file that --json wrote")
     if found.get("version") != VERSION:
         raise ValueError(f"{path}: is of version {found.get('version')!r}, this kvspeed reads {VERSION}")
+    is_speed = found["kind"] == _PREFIX + "speed"
+    for name, fields in (("rows", SPEED_ROW), ("averages", AVERAGE)) if is_speed else (("rows", ROW),):
+        entries = found.get(name)
+        for number, entry in enumerate(entries if isinstance(entries, list) else [entries], 1):
+            wrong = wrong_field(entry, fields) if isinstance(entry, dict) else "fields"
+            if wrong is not None:
+                raise ValueError(
+                    f"{path}: entry {number} of its {name} lacks {wrong}, or has something else there; give the file "
+                    "as --json wrote it"
+                )
     return found
 
 

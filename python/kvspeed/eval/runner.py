@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvspeed.eval.answer import Answer, end_to_end
+from kvspeed.eval.fields import ANSWER
 from kvspeed.eval.journal import Journal, Record
 from kvspeed.eval.methods import METHODS, Context, Method, get_method
 from kvspeed.eval.score import contains, exact_match, f1, string_match
@@ -148,7 +149,7 @@ class Runner:
             **({} if kind == "packets" else {"kind": kind}),
         }
         self._memory: list[Record] = []
-        self.journal = Journal(path, self.header) if path is not None else None
+        self.journal = Journal(path, self.header, ANSWER) if path is not None else None
 
     @property
     def context(self) -> Context:
