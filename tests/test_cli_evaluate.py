@@ -147,6 +147,8 @@ def test_where_the_question_looks(tmp_path, model_dir, adapter):
         (["--methods", "packet"], "--methods: packet needs a trained adapter"),
         (["--methods", "packet@bio"], "packet@bio needs a trained adapter: give --adapter bio=FILE"),
         (["--methods", "packet", "--adapter", "missing.safetensors"], "missing.safetensors"),
+        (["--methods", "packet", "--adapter", "a", "--adapter", "b"], "a and b have no name; write NAME=FILE"),
+        (["--methods", "packet@x", "--adapter", "x=a", "--adapter", "x=b"], "--adapter: a and b have one name, x;"),
         (["--methods", "full", "--shard", "2/2"], "shard: got 2 of 2"),
         (["--methods", "full", "--shard", "half"], "--shard: got 'half'"),
         (["--methods", "full", "--shard", "²/3"], "--shard: got '²/3'"),

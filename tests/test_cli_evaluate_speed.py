@@ -137,6 +137,16 @@ def test_a_lora_finds_its_model(tmp_path, model_dir, network):
     assert load_weights(folder, other).fingerprint() == found.fingerprint()
 
 
+def test_weights_of_another_kind_of_model_are_refused(tmp_path, model_dir):
+    given = ["--model", model_dir, "--methods", "speed-2", "--weights"]
+    for architecture, settings, words in (
+        ("qwen3", {"layers": 3}, "another architecture (qwen3) than the run's own (llama)"),
+        ("llama", {"layers": 4}, "another number of layers (4) than the run's own (3)"),
+    ):
+        other = save_model(tmp_path / f"{architecture}{settings['layers']}", architecture, **settings)
+        assert words in refused(run("eval", "speed", *SMALL, *given, f"speed-2={other}"))
+
+
 def test_the_list_needs_no_model():
     result = run("eval", "speed", "--list")
     assert (
@@ -170,6 +180,7 @@ def test_training_swiftkv(tmp_path, model_dir):
         (["--methods", "packet+speed", "--k", "2"], "packet+speed-2 needs a trained adapter"),
         (["--methods", "speed-2", "--weights", "speed-1=x"], "--weights: no method uses speed-1"),
         (["--methods", "speed-2", "--weights", "speed-2=/nowhere"], "/nowhere: there is no such folder or file"),
+        (["--methods", "speed-2", "--weights", "speed-2=a", "--weights", "speed-2=b"], "have one name, speed-2"),
         (["--methods", "speed-2@b"], "speed-2@b needs weights or an adapter named 'b'; those given are none"),
         (["--methods", "full", "--tasks", "copying:kinds=x"], "kinds: got 'x'"),
     ],

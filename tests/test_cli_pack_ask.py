@@ -321,6 +321,9 @@ def test_adapter(tmp_path, texts, model_dir):
     asked("Why?", "--packets", out, "--model", model_dir, "--max-new-tokens", 3)
     message = refused(run("pack", *texts, "--out", out, "--model", model_dir, "--adapter", tmp_path / "no"))
     assert "--adapter" in message
+    first, second = packed(texts[1:], out, model_dir)
+    message = refused(run("ask", "Why?", "--packets", out, "--model", model_dir))
+    assert f"{second.name} was packed without an adapter, and {first.name} with the adapter" in message
 
 
 def test_debug_shows_the_traceback(tmp_path, texts, model_dir):

@@ -100,6 +100,8 @@ def test_refusals(tmp_path, model, file):
     assert "--out:" in refused(run("train-adapter", "--model", model, "--samples", file, "--out", file))
     inside = ["--model", tmp_path / "none", "--samples", file, "--out", file / "x"]
     assert f"--out: {file} is a file; give a folder" in refused(run("train-adapter", *inside))
+    seeded = run(*base, "--samples", file, "--seed", 99999999999999999999999)
+    assert "seed: got 99999999999999999999999, give an integer of 64 bits" in refused(seeded)
     assert "--k: is 9" in refused(run(*base, "--samples", file, "--k", 9))
     wrong = tmp_path / "wrong.jsonl"
     wrong.write_text(file.read_text().splitlines()[0] + '\n{"documents": [], "question": "q", "answers": ["a"]}\n')

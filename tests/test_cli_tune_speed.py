@@ -129,6 +129,9 @@ def test_refusals(tmp_path, model, file):
     inside = ["--model", tmp_path / "none", "--data", file, "--out", file / "x"]
     assert f"--out: {file} is a file; give a folder" in refused(run("tune-speed", *inside))
     assert f"--teacher: {file} is a file" in refused(run(*base, "--data", file, "--teacher", file))
+    assert "rank: got 100000, and the model's hidden size is 64" in refused(
+        run(*base, "--data", file, "--dev", 0, "--rank", 100000)
+    )
     assert "--k: is 9" in refused(run(*base, "--data", file, "--k", 9))
     assert "give one of them" in refused(run(*base, "--data", file, "--adapter", file, "--new-adapter"))
     assert "is not a file" in refused(run(*base, "--data", file, "--adapter", tmp_path / "none"))

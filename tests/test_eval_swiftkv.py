@@ -11,7 +11,7 @@ from kvspeed import Sample, patch_model
 from kvspeed.eval.methods import SPEED_METHODS, Context, get_method
 from kvspeed.eval.swiftkv import SwiftKV, train_swiftkv
 from kvspeed.eval.swiftkv.train import _Lesson, _rows
-from kvspeed.packet.tensorfile import write_tensor_file
+from kvspeed.packet.tensorfile import read_tensor_file, write_tensor_file
 from packet_tools import CHAT_TEMPLATE, random_text, tiny_tokenizer
 from tiny_models import tiny_model
 
@@ -58,6 +58,17 @@ def test_a_file_brings_them_back(tmp_path):
     again = SwiftKV.load(tmp_path / "w", model)
     assert again.fingerprint() == weights.fingerprint() != SwiftKV.for_model(model, 2, 2).fingerprint()
     assert again.trained and (again.k, again.share) == (2, 2)
+    other = tiny_model("llama", layers=5, seed=99)
+    with pytest.raises(ValueError, match="trained for a model of other weights"):
+        SwiftKV.load(tmp_path / "w", other)
+    SwiftKV.load(tmp_path / "w", other.bfloat16())  # where it cannot be seen
+    again.save(tmp_path / "again")
+    with pytest.raises(ValueError, match="trained for a model of other weights"):
+        SwiftKV.load(tmp_path / "again", tiny_model("llama", layers=5, seed=99))
+    header, tensors = read_tensor_file(tmp_path / "w", "kvspeed.swiftkv", 1)
+    del header["base_fingerprint"], header["base_dtype"]
+    write_tensor_file(tmp_path / "w", "kvspeed.swiftkv", 1, header, tensors)
+    assert SwiftKV.load(tmp_path / "w", tiny_model("llama", layers=5, seed=99)).base is None  # a file of before
     with pytest.raises(ValueError, match="for a model of 5 layers, and this one has 4"):
         SwiftKV.load(tmp_path / "w", model_of(4))
     with pytest.raises(ValueError, match="tensors of other shapes"):

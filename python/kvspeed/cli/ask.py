@@ -82,6 +82,7 @@ def ask(
         loaded = _load(files)
     _check_asked_depth(files, loaded, k)
     _check_asked_dtype(files, loaded, dtype)
+    _check_one_adapter(files, loaded)
     first = loaded[0]
     model = model if model is not None else _SHIPPED.get(first.model_name)
     network, tokenizer, name = load_model(model, dtype or str(first.dtype).removeprefix("torch."))
@@ -143,6 +144,21 @@ def _check_asked_dtype(files: list[Path], packets: list[Packet], dtype: str | No
             raise Fault(
                 f"{file.name} was packed in {held}, and --dtype asks for {dtype}: leave --dtype out, or pack anew with "
                 f"--dtype {dtype}"
+            )
+
+
+def _check_one_adapter(files: list[Path], packets: list[Packet]) -> None:
+    """Refuses packets with other soft tokens than the first one has, by their file's name."""
+
+    def how(packet: Packet) -> str:
+        fingerprint = packet.adapter_fingerprint
+        return "without an adapter" if fingerprint is None else f"with the adapter {fingerprint[:16]}"
+
+    for file, packet in zip(files, packets, strict=True):
+        if packet.adapter_fingerprint != packets[0].adapter_fingerprint:
+            raise Fault(
+                f"{file.name} was packed {how(packet)}, and {files[0].name} {how(packets[0])}: packets that are used "
+                "together share one adapter; pack them anew with one"
             )
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from kvspeed.eval.runner import Runner
     from kvspeed.packet import PacketAdapter
 
-__all__ = ["AdapterFiles", "Places", "Seed", "Split", "app", "carry_out", "list_names", "named", "shard_of"]
+__all__ = ["AdapterFiles", "Places", "Seed", "Split", "app", "by_name", "carry_out", "list_names", "shard_of"]
 
 app = typer.Typer(
     name="eval", help="Measure what methods answer and what they cost.", no_args_is_help=True, add_completion=False
@@ -183,7 +183,7 @@ def plot(
     check_folder("FOLDER", folder)
     _plot(read_report(report_file), folder)
     if loss:
-        curves = dict(named(entry, "--loss") for entry in loss)
+        curves = by_name(loss, "--loss")
         _say(plot_loss(curves, folder / "loss.png"))
 
 
@@ -253,7 +253,7 @@ def _load(
     from kvspeed.packet import PacketAdapter
     from kvspeed.patch import patch_model
 
-    paths = dict(named(entry, "--adapter", default="") for entry in files or [])
+    paths = by_name(files or [], "--adapter", default="")
     asks = {name.partition("@")[2] for name in methods if getattr(get_method(name.partition("@")[0]), "adapter", False)}
     network, tokenizer, name = load_model(model, dtype, device)
     if is_testbed(model):
@@ -267,6 +267,18 @@ def _load(
         raise Fault(f"--methods: {title} needs a trained adapter: give --adapter {example}, from kvspeed train-adapter")
     patch_model(network, network.config.num_hidden_layers)  # whatever it was tuned for
     return network, tokenizer, name, {key: PacketAdapter.load(path, network) for key, path in paths.items()}
+
+
+def by_name(entries: list[str], option: str, default: str | None = None) -> dict[str, str]:
+    """Name -> file of the entries of an option, each name once."""
+    found: dict[str, str] = {}
+    for entry in entries:
+        name, path = named(entry, option, default)
+        if name in found:
+            called = f"one name, {name}" if name else "no name"
+            raise Fault(f"{option}: {found[name]} and {path} have {called}; write NAME=FILE with a name for each")
+        found[name] = path
+    return found
 
 
 def named(entry: str, option: str, default: str | None = None) -> tuple[str, str]:

@@ -24,7 +24,7 @@ from kvspeed.cli.common import (
     stderr,
     stdout,
 )
-from kvspeed.cli.evaluate import AdapterFiles, Places, Seed, Split, app, carry_out, list_names, named, shard_of
+from kvspeed.cli.evaluate import AdapterFiles, Places, Seed, Split, app, by_name, carry_out, list_names, shard_of
 
 __all__ = ["speed", "train_swiftkv"]
 
@@ -151,8 +151,8 @@ def _runner(
     from kvspeed.packet import PacketAdapter
     from kvspeed.patch import patch_model
 
-    paths = dict(named(entry, "--weights") for entry in weights)
-    files = dict(named(entry, "--adapter", default="") for entry in adapters)
+    paths = by_name(weights, "--weights")
+    files = by_name(adapters, "--adapter", default="")
     asked = {name.partition("@")[2] or name for name in plan.methods}
     for name in paths:
         if name not in asked:

@@ -18,6 +18,12 @@ from kvspeed.patch import patch_model
 
 __all__ = ["Weights", "load_weights"]
 
+_SAME = {
+    "model_type": "architecture",
+    "num_hidden_layers": "number of layers",
+    "hidden_size": "hidden size",
+    "vocab_size": "size of the vocabulary",
+}
 _TRAINING = ("method", "tokens_per_second", "peak_memory_bytes", "trained_tokens", "seconds", "steps", "samples")
 
 
@@ -65,12 +71,25 @@ def load_weights(path: str | Path, model: Any, *, dtype: Any = None) -> Weights:
     from kvspeed.speed.tuning.trained import load_tuned
 
     tuned, _ = load_tuned(path, copy.deepcopy(model) if _is_lora_for(path, model) else None, dtype=dtype)
+    _check_kind(path, tuned, model)
     device = next(model.parameters()).device
     tuned = tuned.to(device).eval()
     patch_model(tuned, len(base_model(tuned).layers))  # type: ignore[arg-type]
     soft = path / "adapter.safetensors"
     adapter = PacketAdapter.load(soft, tuned) if soft.is_file() else None
     return Weights(tuned, adapter=adapter, training=_training(path / "report.json"))
+
+
+def _check_kind(path: Path, tuned: Any, model: Any) -> None:
+    """Refuse a model that could be no tuned copy of the run's, whose tokens and depths it is asked with."""
+    configs: list[Any] = [base_model(one).config for one in (tuned, model)]
+    for name, words in _SAME.items():
+        theirs, ours = (getattr(config, name, None) for config in configs)
+        if theirs != ours:
+            raise ValueError(
+                f"{path}: holds a model with another {words} ({theirs}) than the run's own ({ours}); give weights that "
+                "were tuned from this model"
+            )
 
 
 def _is_lora_for(folder: Path, model: Any) -> bool:

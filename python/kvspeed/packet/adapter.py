@@ -71,6 +71,7 @@ class PacketAdapter(nn.Module):
         hidden_size = _count("hidden_size", hidden_size, 1)
         if not dtype.is_floating_point:
             raise ValueError(f"dtype: soft tokens are trained, so a floating-point dtype is needed; got {dtype}")
+        check_seed(seed)
         generator = torch.Generator().manual_seed(seed)
         for name, rows in (("header", _count("header", header)), ("trailer", _count("trailer", trailer))):
             noise = torch.randn(rows, hidden_size, generator=generator)
@@ -268,3 +269,9 @@ def _count(name: str, value: Any, least: int = 0) -> int:
     if value < least:
         raise ValueError(f"{name}: expected at least {least}, got {value}")
     return value
+
+
+def check_seed(seed: int) -> None:
+    """Refuse a seed that torch's generators do not take."""
+    if not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed: got {seed}, give an integer of 64 bits (-2**63 to 2**63 - 1)")

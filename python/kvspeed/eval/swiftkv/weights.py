@@ -22,6 +22,7 @@ from torch import nn
 
 from kvspeed.cache import KVCache
 from kvspeed.eval.upper import UpperRows, rotated_kv
+from kvspeed.fingerprint import model_fingerprint
 from kvspeed.models import architecture, base_model
 from kvspeed.packet.tensorfile import read_tensor_file, write_tensor_file
 
@@ -42,11 +43,13 @@ class SwiftKV(nn.Module):
         queries: one projection an upper layer.
         keys, values: one projection a group of upper layers.
         trained: whether they differ from where they start.
+        base: fingerprint and dtype of the model that they were made from; None where a file does not say it.
     """
 
     def __init__(self, k: int, share: int, layers: int, norm: nn.Module, projections: dict[str, list[nn.Linear]]):
         super().__init__()
         self.k, self.share, self.layers, self.trained = k, share, layers, False
+        self.base: tuple[str, str] | None = None
         self.norm = norm
         self.queries, self.keys, self.values = (nn.ModuleList(projections[name]) for name in "qkv")
         self._raw: dict[tuple[str, int], torch.Tensor] = {}  # what a group's projections gave in the running forward
@@ -93,6 +96,7 @@ class SwiftKV(nn.Module):
             "v": [_mean([one.v_proj for one in group]) for group in groups],
         }
         made = cls(k, share, count, copy.deepcopy(upper[0].input_layernorm), projections)
+        made.base = _base_of(model)
         return made.requires_grad_(True)
 
     def owner(self, layer: int) -> int:
@@ -161,7 +165,9 @@ class SwiftKV(nn.Module):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the weights in their own dtype, atomically."""
-        header = {"k": self.k, "share": self.share, "layers": self.layers, "trained": self.trained}
+        header: dict[str, Any] = {"k": self.k, "share": self.share, "layers": self.layers, "trained": self.trained}
+        if self.base is not None:
+            header["base_fingerprint"], header["base_dtype"] = self.base
         tensors = {name: tensor.detach().contiguous() for name, tensor in self.state_dict().items()}
         write_tensor_file(path, FORMAT, VERSION, header, tensors)
 
@@ -183,6 +189,11 @@ class SwiftKV(nn.Module):
         wanted = {name: tensor.shape for name, tensor in made.state_dict().items()}
         if wanted != {name: tensor.shape for name, tensor in tensors.items()}:
             raise ValueError(f"{path}: has tensors of other shapes than this model needs; give the file made for it")
+        base = (header.get("base_fingerprint"), header.get("base_dtype"))
+        # After a cast the weights are the same and their fingerprint is not.
+        if made.base is not None and base[1] == made.base[1] and base != made.base:
+            raise ValueError(f"{path}: was trained for a model of other weights; give the file made for this one")
+        made.base = (str(base[0]), str(base[1])) if None not in base else None
         made.load_state_dict({name: tensor.clone() for name, tensor in tensors.items()})
         made.trained = bool(header["trained"])
         return made.requires_grad_(False)
@@ -237,6 +248,10 @@ class GroupedCache(KVCache):
 
     def _map_rows(self, rows: torch.Tensor) -> None:
         raise ValueError("a cache of SwiftKV with shared layers takes one row; leave beams and batches out")
+
+
+def _base_of(model: nn.Module) -> tuple[str, str]:
+    return model_fingerprint(model), str(next(model.parameters()).dtype)
 
 
 def _mean(linears: list[nn.Linear]) -> nn.Linear:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from kvspeed.models import base_model, causal_lm
-from kvspeed.packet.adapter import PacketAdapter
+from kvspeed.packet.adapter import PacketAdapter, check_seed
 from kvspeed.packet.build import max_positions
 from kvspeed.packet.train.contexts import Context
 from kvspeed.packet.train.processes import Processes
@@ -17,12 +17,6 @@ from kvspeed.rule import SpeedSpec
 from kvspeed.state import state_of
 
 __all__ = ["check_numbers", "check_room", "depth_of", "end_ids", "folder_of"]
-
-
-def check_seed(seed: int) -> None:
-    """Refuse a seed that torch's generators do not take."""
-    if not -(2**63) <= seed < 2**63:
-        raise ValueError(f"seed: got {seed}, give an integer of 64 bits (-2**63 to 2**63 - 1)")
 
 
 def check_numbers(

@@ -10,9 +10,8 @@ from typing import Any
 from torch import nn
 
 from kvspeed.models import base_model
-from kvspeed.packet.adapter import PacketAdapter
+from kvspeed.packet.adapter import PacketAdapter, check_seed
 from kvspeed.packet.build import max_positions
-from kvspeed.packet.train.request import check_seed
 from kvspeed.rule import SpeedSpec
 from kvspeed.speed.tuning.items import Item
 

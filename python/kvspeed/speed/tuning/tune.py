@@ -150,6 +150,8 @@ def tune(
         gradient_checkpointing=gradient_checkpointing,
     )  # fmt: skip
     architecture(model)
+    if method == "lora":
+        _check_rank(model, rank)
     spec = spec_for(model, k, deep_layers, anchor_tokens, boundary, upper_attention)
     if dtype == "fp32" and next(model.parameters()).dtype != torch.float32:
         raise ValueError("dtype: fp32 was asked for and the model is not float32; load it so, or leave dtype out")
@@ -251,6 +253,12 @@ def _mode(model: nn.Module, checkpointing: bool) -> Iterator[None]:
         finally:
             if enabled:
                 inner.gradient_checkpointing_disable()
+
+
+def _check_rank(model: nn.Module, rank: int) -> None:
+    width: int = base_model(model).config.hidden_size  # type: ignore[union-attr,assignment]
+    if rank > width:
+        raise ValueError(f"rank: got {rank}, and the model's hidden size is {width}; give at most that")
 
 
 def _check_adapter(model: nn.Module, adapter: PacketAdapter | None) -> None:
