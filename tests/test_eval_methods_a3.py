@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kvspeed.eval.methods.a3 import A3
+from kvspeed.eval.methods.a3 import A3, _attention_received
+from kvspeed.eval.methods.rows import Probe
 from kvspeed.patch import patch_model
 from methods_oracle import Case
 from tiny_models import tiny_model
@@ -49,6 +50,36 @@ def test_layer_0_of_the_cache_is_what_full_recompute_would_give():
     key = case.oracle.rotate(key, torch.arange(len(case.prompt)))
     for mine, exact in zip(cache.layer(0).view(len(case.prompt)), (key, value), strict=True):
         assert torch.allclose(mine[0].double(), exact.transpose(0, 1), atol=1e-4)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 0.5])
+@pytest.mark.parametrize("window", [None, 4, 2])
+def test_scores_are_those_of_the_definition(softcap, window):
+    heads, kv_heads, asked, tokens = 4, 2, 3, 7
+    query, key = torch.randn(1, heads, asked, 8), torch.randn(kv_heads, tokens, 8)
+    wanted = torch.zeros(tokens, dtype=torch.float64)
+    for head in range(heads):
+        for place in range(asked):
+            score = key[head * kv_heads // heads].double() @ query[0, head, place].double() * 0.3
+            score = softcap * torch.tanh(score / softcap) if softcap else score
+            seen = [m for m in range(tokens) if window is None or m > tokens + place - window]
+            if seen:
+                wanted[seen] += score[seen].softmax(0)
+    found = _attention_received(Probe(query, key, key, 0.3, softcap, window), key)
+    assert torch.allclose(found.double(), wanted, atol=1e-5)
+
+
+def test_tokens_outside_the_window_of_layer_0_are_not_chosen():
+    """The question does not see them there, so that no attention says anything of them."""
+    case = Case(tiny_model("gemma2", layers=2), [30, 30, 30])
+    window = case.context.shape.windows[0]
+    method = A3(10)
+    prepared = method.prepare(case.context, case.documents)
+    method.first_token(prepared, case.question)
+    rows = prepared.done.__self__.layers[-1][0].tolist()
+    picked = [row for row in rows if row < case.length]
+    assert len(picked) == int(0.1 * len(case.document_rows()) + 0.5) < window
+    assert min(picked) > case.length - window
 
 
 def test_all_tokens_is_full_recompute():

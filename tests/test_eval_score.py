@@ -68,7 +68,8 @@ def test_corpus_f1_counts_words_over_all_questions():
     # common 1 + 1, said 2 + 4, expected 1 + 1
     assert corpus_f1(["red ball", "a very long blue."], ["red", "blue"]) == pytest.approx(2 * 2 / (6 + 2))
     assert corpus_f1(["", "x"], ["a", "b"]) == 0.0
-    assert corpus_f1(["The A."], ["the a"]) == 1.0  # articles stay, one full stop goes
+    assert corpus_f1(["The A."], ["the a"]) == 1.0  # articles stay, the full stop goes
+    assert corpus_f1(["a b..."], ["a b"]) == 1.0
     with pytest.raises(ValueError, match="one answer for each"):
         corpus_f1(["a"], ["a", "b"])
 
@@ -104,3 +105,5 @@ def test_ratio_interval_pairs_the_questions():
         mean_interval([1.0], [1, 2])
     with pytest.raises(ValueError, match="level"):
         mean_interval([1.0], level=95)
+    with pytest.raises(ValueError, match="rounds: got 0, give at least 1"):
+        mean_interval([1.0], rounds=0)

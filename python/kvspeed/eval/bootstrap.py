@@ -37,7 +37,7 @@ def mean_interval(
         rounds: resamples.
 
     Raises:
-        ValueError: there are no values, or not as many groups.
+        ValueError: there are no values, or not as many groups, or no rounds.
     """
     sums, counts = _draws([values], groups, seed, rounds)
     return _bounds(sums[0] / counts, level)
@@ -107,6 +107,8 @@ def _draws(
     number = len(columns[0])
     if not number:
         raise ValueError("values: got none; there is no interval of nothing")
+    if rounds < 1:
+        raise ValueError(f"rounds: got {rounds}, give at least 1")
     if groups is not None and len(groups) != number:
         raise ValueError(f"groups: got {len(groups)} for {number} values; give one for each")
     index: dict[object, int] = {}

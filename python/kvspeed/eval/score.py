@@ -64,7 +64,9 @@ def string_match(prediction: str, answers: str | Sequence[str]) -> float:
 
 
 def corpus_f1(predictions: Sequence[str], answers: Sequence[str]) -> float:
-    """F1 of word counts summed over all questions, words as lower case between white space, one last "." removed.
+    """F1 of word counts summed over all questions, words as lower case between white space, without "." at the end.
+
+    That is how the paper's program prepares answers; all full stops at the end go, not one.
 
     Args:
         predictions: one a question.

@@ -2,8 +2,9 @@
 """A3 (arXiv:2511.17560): recompute the document tokens that the question attends to most in layer 0.
 
 A token's score is the attention it gets in layer 0 from all tokens of the question and all heads, softmax over the
-documents' tokens. Keys and values of layer 0 do not depend on what comes before a token, so those of the cache are
-exact there, and only the chosen tokens and the question need to run in any layer.
+documents' tokens; where that layer has a window, over those that a token of the question sees through it. Keys and
+values of layer 0 do not depend on what comes before a token, so those of the cache are exact there, and only the chosen
+tokens and the question need to run in any layer.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from kvspeed.eval.methods.base import Prepared
 from kvspeed.eval.methods.choose import best_rows, check_percent, chosen_count, spread_rows
 from kvspeed.eval.methods.recompute import Recompute
-from kvspeed.eval.methods.rows import Before, Choice, Pass
+from kvspeed.eval.methods.rows import Before, Choice, Pass, Probe
 from kvspeed.eval.methods.rowset import RowSet
 from kvspeed.eval.methods.work import Work
 
@@ -50,7 +51,7 @@ class A3(Recompute):
             asking = before.probe(last=question)
             keys = run.stored(before.index)[0][0, :, prepared.preamble : prepared.length]
             run.extra += self._scoring(prepared, question)
-            scores = _attention_received(asking.query[0], keys, asking.scale)
+            scores = _attention_received(asking, keys)
             return torch.cat([best_rows(scores, count), asked])
 
         return {0: choose}
@@ -71,8 +72,17 @@ class A3(Recompute):
         return Work(question_tokens, (len(rows),) * shape.layers, pairs, extra)
 
 
-def _attention_received(query: torch.Tensor, key: torch.Tensor, scale: float) -> torch.Tensor:
-    """Float32 `[n]`: softmax over the n keys of `query` `[H_q, q, D]` on `key` `[H_kv, n, D]`, summed."""
+def _attention_received(asking: Probe, key: torch.Tensor) -> torch.Tensor:
+    """Float32 `[n]`: softmax of the question's queries over `key` `[H_kv, n, D]`, the n tokens before it, summed."""
+    query = asking.query[0]
     grouped = query.reshape(key.shape[0], -1, query.shape[2])  # a group of query heads shares its key head
-    scores = (grouped @ key.transpose(1, 2)).float() * scale
-    return torch.softmax(scores, -1).sum((0, 1))
+    scores = (grouped @ key.transpose(1, 2)).float() * asking.scale
+    if asking.softcap:
+        scores = asking.softcap * torch.tanh(scores / asking.softcap)
+    if asking.window is None:
+        return torch.softmax(scores, -1).sum((0, 1))
+    tokens, asked = key.shape[1], query.shape[1]
+    places = torch.arange(tokens, tokens + asked, device=key.device).repeat(grouped.shape[1] // asked)
+    hidden = torch.arange(tokens, device=key.device) <= places[:, None] - asking.window
+    received = torch.softmax(scores.masked_fill(hidden, float("-inf")), -1)
+    return received.nan_to_num(0.0).sum((0, 1))  # a token that sees none of them gives nothing

@@ -101,12 +101,15 @@ class Counted:
 
 
 class Probe(NamedTuple):
-    """What an attention is given: `[1, heads, rows, D]` each, rotated, and the scale of its scores."""
+    """What an attention is given: `[1, heads, rows, D]` each, rotated, the scale and softcap (0: none) of its scores,
+    and how many tokens its window has (None: all)."""
 
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
     scale: float
+    softcap: float = 0.0
+    window: int | None = None
 
 
 class Before:
@@ -189,14 +192,14 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     run: Pass = kwargs["kvspeed_rows"]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    softcap, window = kwargs.get("softcap") or 0.0, kwargs.get("sliding_window")
     if run.probing:
-        raise _Probed(Probe(query, key, value, scale))
+        raise _Probed(Probe(query, key, value, scale, softcap, window))
     watch = run.watch.get(module.layer_idx)  # type: ignore[call-overload]
     if watch is not None:
         watch(query)
-    window = kwargs.get("sliding_window")
     run.done.append((run.rows, window))
-    out = run.rows.attend(query, key, value, scale=scale, softcap=kwargs.get("softcap") or 0.0, window=window)
+    out = run.rows.attend(query, key, value, scale=scale, softcap=softcap, window=window)
     return out.transpose(1, 2).contiguous(), None
 
 
