@@ -85,6 +85,15 @@ def test_small_enough_for_the_wheel():
     assert sum(sizes) < 16e6
 
 
+def test_specialists_are_of_the_testbed(smollm2_dir):
+    model, _, universal = testbed.load_testbed(progress=False)
+    found = testbed.specialists()
+    assert set(found) == {"biography", "multihop", "niah-multikey"}
+    loaded = [PacketAdapter.load(path, model) for path in found.values()]
+    assert len({one.fingerprint() for one in (*loaded, universal)}) == 4
+    assert {one.tokens for one in loaded} == {universal.tokens}
+
+
 @torch.no_grad()
 def test_trained_soft_tokens_repair_packets(smollm2_dir):
     """Eighteen questions that no training saw: plain packets lose most answers, the adapter brings most back."""

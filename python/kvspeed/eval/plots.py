@@ -59,6 +59,8 @@ def plot_against(rows: Sequence[Mapping[str, Any]], cost: str, path: str | os.Pa
         path: of the PNG.
     """
     plt = pyplot()
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     kept = [row for row in rows if row[cost] is not None and not _PRESSED.match(row["method"])]
     tasks = list(dict.fromkeys(row["task"] for row in kept))
     methods = list(dict.fromkeys(row["method"] for row in kept))
@@ -76,6 +78,8 @@ def plot_against(rows: Sequence[Mapping[str, Any]], cost: str, path: str | os.Pa
                         **_style(number, method),
                     )
         panel.set_xscale("log")
+        panel.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        panel.xaxis.set_minor_formatter(NullFormatter())  # its labels would lie on each other
         panel.set_title(task, fontsize=10)
         panel.set_xlabel(_LABELS[cost])
         panel.set_ylim(-0.03, 1.05)
